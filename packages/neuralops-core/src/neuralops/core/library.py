@@ -1,0 +1,72 @@
+"""Registers the low-level operators behind the public functions with ``torch.library``.
+
+An operator is known to PyTorch by a schema, a launcher and a fake that gives its outputs'
+shapes; the launcher imports its kernels when it first runs. Its derivative is a
+``torch.autograd.Function`` around it, see :func:`backward_function`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class OperatorLibrary:
+    """The registered operators of one family.
+
+    Args:
+        namespace: the name below ``torch.ops``, such as ``"neuralops_ssm"``.
+    """
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+        self._library = torch.library.Library(namespace, "FRAGMENT")
+
+    def register(
+        self, schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Register an operator and return it.
+
+        Args:
+            schema: such as ``"hgrn2_scan_fwd(Tensor f, Tensor iv) -> Tensor"``.
+            launcher: computes it, on any device.
+            fake: returns empty outputs of the right shape, dtype and strides.
+        """
+        name = schema.partition("(")[0]
+        self._library.define(schema)
+        self._library.impl(name, launcher, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{self.namespace}::{name}", fake, lib=self._library)
+        operator: Callable[..., Any] = getattr(getattr(torch.ops, self.namespace), name).default
+        return operator
+
+
+def backward_function(operator: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a fused backward so that differentiating it raises instead of giving zeros.
+
+    Args:
+        operator: the public name, for the message.
+        call: the fused backward: tensors and options in, gradients out.
+    """
+
+    class FusedBackward(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*inputs: Any) -> Any:
+            return call(*inputs)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            raise NotImplementedError(
+                f"{operator}: the Triton backend is differentiable once; "
+                "use backend='torch' for gradients of gradients"
+            )
+
+    apply: Callable[..., Any] = FusedBackward.apply
+    return apply
