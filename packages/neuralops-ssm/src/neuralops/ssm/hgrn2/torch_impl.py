@@ -10,7 +10,7 @@ is O(sqrt(L)) calls on slices of the inputs, and nothing but the output is of th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ class _AffineScanBackward(torch.autograd.Function):
     def backward(ctx: Any, of_grad_a: Tensor, of_grad_b: Tensor, of_grad_initial: Tensor) -> Any:
         a, h, initial, y = ctx.saved_tensors
         first = slice(-1, None) if ctx.reverse else slice(0, 1)
-        inside = torch.ones_like(h) if ctx.clip is None else (h.abs() < ctx.clip).to(h.dtype)
+        inside = torch.ones_like(h) if ctx.clip is None else _inside(h, ctx.clip)
         into_y = of_grad_a * _previous(h, initial, ctx.reverse) + of_grad_b
         into_y = into_y + _at_first(
             of_grad_initial.unsqueeze(1) * a[:, first], a.shape[1], ctx.reverse
@@ -173,6 +173,11 @@ def _chunked(x: Tensor, size: int, reverse: bool) -> tuple[list[Tensor], list[Te
         positions.reverse()
         tokens.reverse()
     return positions, tokens
+
+
+def _inside(h: Tensor, clip: float) -> Tensor:
+    """1 where the state is not clipped, 0 where it is, in the dtype of ``h``."""
+    return h.abs().lt_(clip)
 
 
 def _chunk_size(length: int) -> int:
@@ -231,18 +236,16 @@ def _scan_backward(
     g_steps, g_rest = _chunked(g, size, backwards)
     a_steps, a_rest = _chunked(a, size, backwards)
     y_steps, y_rest = _chunked(y, size, backwards)
-    inside_steps: Sequence[Tensor | None] = [None] * len(g_steps)
-    inside_rest: Sequence[Tensor | None] = [None] * len(g_rest)
-    if clip is not None:
-        inside_steps, inside_rest = _chunked((h.abs() < clip).to(h.dtype), size, backwards)
+    h_steps, h_rest = _chunked(h, size, backwards)
 
     # The chunk's steps as one: entering -> scale * entering + shift, where what enters a token is
     # a_{t+1} y_{t+1}.
     scale = torch.ones_like(g_steps[0], memory_format=torch.contiguous_format)
     shift = torch.zeros_like(scale)
-    for g_t, a_t, inside in zip(g_steps, a_steps, inside_steps):
+    for g_t, a_t, h_t in zip(g_steps, a_steps, h_steps):
         shift.add_(g_t)
-        if inside is not None:
+        if clip is not None:
+            inside = _inside(h_t, clip)
             shift.mul_(inside)
             scale.mul_(inside)
         shift.mul_(a_t)
@@ -254,16 +257,16 @@ def _scan_backward(
         entering[:, j] = carry
         carry = torch.addcmul(shift[:, j], scale[:, j], carry)
 
-    for g_t, a_t, inside, y_t in zip(g_steps, a_steps, inside_steps, y_steps):
+    for g_t, a_t, h_t, y_t in zip(g_steps, a_steps, h_steps, y_steps):
         torch.add(g_t, entering, out=y_t)
-        if inside is not None:
-            y_t.mul_(inside)
+        if clip is not None:
+            y_t.mul_(_inside(h_t, clip))
         torch.mul(a_t, y_t, out=entering)
     leaving = entering[:, 0 if backwards else -1].clone()
-    for g_t, a_t, inside, y_t in zip(g_rest, a_rest, inside_rest, y_rest):
+    for g_t, a_t, h_t, y_t in zip(g_rest, a_rest, h_rest, y_rest):
         torch.add(g_t, leaving, out=y_t)
-        if inside is not None:
-            y_t.mul_(inside)
+        if clip is not None:
+            y_t.mul_(_inside(h_t, clip))
         torch.mul(a_t, y_t, out=leaving)
 
     grad_a = torch.empty_like(h)
