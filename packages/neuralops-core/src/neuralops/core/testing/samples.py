@@ -1,0 +1,133 @@
+"""Runs an operator on its sample inputs and holds the results against the oracle."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from neuralops.core.operator import Arguments, Operator, Sample
+from neuralops.core.testing.errors import TOLERANCES, Error, compare, measure
+
+Tensor = torch.Tensor
+
+INTERPRETED_LENGTH = 130
+"""The longest sequence that Triton's interpreter is asked to run."""
+
+
+def uniform(
+    shape: tuple[int, ...],
+    low: float,
+    high: float,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Tensor:
+    """Return values drawn evenly between ``low`` and ``high``, the same on every device."""
+    values = torch.rand(shape, generator=generator, dtype=torch.float32)
+    return (low + (high - low) * values).to(device, dtype)
+
+
+def make_sample(
+    sample: Sample, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+) -> Arguments:
+    """Return the arguments of ``sample``: the same values for the same seed on every device."""
+    return sample.make(torch.device(device), dtype, torch.Generator().manual_seed(seed))
+
+
+def evaluate(
+    function: Callable[..., Any],
+    arguments: Arguments,
+    *,
+    dtype: torch.dtype | None = None,
+    constants: Collection[str] = (),
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Return every output of a call and the gradient of every floating argument, by name.
+
+    Args:
+        function: a public function.
+        arguments: its positional and keyword arguments.
+        dtype: what floating tensors are converted to first, or ``None``.
+        constants: the arguments that are not differentiated.
+        **options: further keyword arguments, such as ``backend="torch"``.
+
+    The gradients are those of the outputs weighted with fixed random numbers that every dtype
+    represents exactly.
+    """
+    args, kwargs = arguments
+    bound = inspect.signature(function).bind(*args, **kwargs, **options)
+    leaves: dict[str, Tensor] = {}
+    for name, value in bound.arguments.items():
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+            leaf = value.detach() if dtype is None else _convert(value.detach(), dtype)
+            if name not in constants:
+                leaves[name] = leaf.requires_grad_()
+            bound.arguments[name] = leaf
+
+    outputs = function(*bound.args, **bound.kwargs)
+    if isinstance(outputs, Tensor):
+        outputs = (outputs,)
+    names = ["output", "final_state", "final_normalizer"][: len(outputs)]
+    generator = torch.Generator().manual_seed(len(leaves))
+    weights = [
+        torch.randn(output.shape, generator=generator).bfloat16().to(output.device, output.dtype)
+        for output in outputs
+    ]
+    results = {name: output.detach() for name, output in zip(names, outputs)}
+    differentiable = [
+        (output, weight) for output, weight in zip(outputs, weights) if output.requires_grad
+    ]
+    if differentiable:
+        gradients = torch.autograd.grad(
+            [output for output, _ in differentiable],
+            list(leaves.values()),
+            [weight for _, weight in differentiable],
+            allow_unused=True,
+        )
+        for (name, leaf), gradient in zip(leaves.items(), gradients):
+            results[f"grad {name}"] = torch.zeros_like(leaf) if gradient is None else gradient
+    return results
+
+
+def _convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)
+
+
+def check_sample(
+    operator: Operator,
+    sample: Sample,
+    *,
+    backend: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int = 0,
+) -> list[Error]:
+    """Run ``sample`` on ``backend`` and return the error of each quantity against the oracle.
+
+    The oracle is the operator's reference on the same inputs in float64. Where the sample is
+    ``sensitive`` the bound is at least twice the error that the reference itself makes in
+    ``dtype``.
+    """
+    function = operator.load()
+    arguments = make_sample(sample, device, dtype, seed)
+    results = evaluate(function, arguments, constants=sample.constants, backend=backend)
+    oracle = evaluate(
+        function, arguments, dtype=torch.float64, constants=sample.constants, backend="reference"
+    )
+    plain = (
+        evaluate(function, arguments, constants=sample.constants, backend="reference")
+        if sample.sensitive
+        else {}
+    )
+    tolerance = TOLERANCES[dtype]
+    errors = []
+    for name, result in results.items():
+        bound = tolerance.gradient if name.startswith("grad ") else tolerance.output
+        if name in plain:
+            bound = max(bound, 2 * measure(plain[name], oracle[name])[0])
+        errors.append(compare(name, result, oracle[name], bound))
+    return errors
