@@ -1,0 +1,288 @@
+"""The Triton form: launchers, registration and autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from neuralops.core.hardware import multiprocessors
+from neuralops.core.library import backward_function
+from neuralops.ssm.library import LIBRARY
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The shape of a program's tile: ``lanes`` runs of ``run`` tokens, a multiple of 8, each."""
+
+    block_d: int
+    lanes: int
+    run: int
+    warps: int
+    stages: int
+
+
+FORWARD = Tiles(block_d=64, lanes=8, run=16, warps=4, stages=2)
+BACKWARD = Tiles(block_d=64, lanes=8, run=8, warps=4, stages=2)
+ENOUGH_PROGRAMS = 1.5
+"""With this many programs for each multiprocessor a sequence is not split."""
+SPLIT_PROGRAMS = 4
+"""A split makes this many programs for each multiprocessor."""
+
+
+def scan(
+    f: Tensor,
+    iv: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    clip: float | None,
+    log_decay: bool,
+    reverse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Compute :func:`neuralops.ssm.hgrn2_scan`; differentiable once."""
+    h, final_state, _, _ = _Scan.apply(f, iv, initial_state, cu_seqlens, clip, log_decay, reverse)
+    return h, final_state
+
+
+class _Scan(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        f: Tensor,
+        iv: Tensor,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        clip: float | None,
+        log_decay: bool,
+        reverse: bool,
+    ) -> Any:
+        return _forward_op(f, iv, initial_state, cu_seqlens, clip, log_decay, reverse)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        f, _, initial_state, _, ctx.clip, ctx.log_decay, ctx.reverse = inputs
+        h, _, clipped, segment_ids = output
+        ctx.mark_non_differentiable(clipped, segment_ids)
+        ctx.set_materialize_grads(False)
+        ctx.packed = inputs[3] is not None
+        ctx.save_for_backward(f, h, initial_state, clipped, segment_ids)
+
+    @staticmethod
+    def backward(ctx: Any, grad_h: Tensor | None, grad_final: Tensor | None, *_: None) -> Any:
+        f, h, initial_state, clipped, segment_ids = ctx.saved_tensors
+        if grad_h is None and grad_final is None:
+            return (None,) * 7
+        if grad_h is None:
+            grad_h = torch.zeros((), dtype=h.dtype, device=h.device).expand_as(h)
+        grad_f, grad_iv, grad_initial = _backward(
+            grad_h, grad_final, f, h, initial_state, clipped, segment_ids,
+            ctx.packed, ctx.clip is not None, ctx.log_decay, ctx.reverse,
+        )  # fmt: skip
+        if initial_state is None:
+            return grad_f, grad_iv, None, None, None, None, None
+        return grad_f, grad_iv, grad_initial.to(initial_state.dtype), None, None, None, None
+
+
+def _launch_forward(
+    f: Tensor,
+    iv: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    clip: float | None,
+    log_decay: bool,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from neuralops.ssm.hgrn2 import kernels
+
+    batch, length, channels = f.shape
+    h, final_state, clipped, segment_ids = _fake_forward(
+        f, iv, initial_state, cu_seqlens, clip, log_decay, reverse
+    )
+    if initial_state is not None:
+        initial_state = initial_state.contiguous()
+    if cu_seqlens is not None:
+        _start_states(final_state, initial_state)
+        if length > 0:
+            block = 256
+            kernels.segment_ids_kernel[(-(-length // block),)](
+                cu_seqlens.contiguous(), segment_ids, cu_seqlens.shape[0] - 1, length, BLOCK=block
+            )
+    if f.numel() == 0:
+        if length == 0 and cu_seqlens is None:
+            _start_states(final_state, initial_state)
+        return h, final_state, clipped, segment_ids
+
+    tiles = FORWARD
+    unit, part, splits = _plan(tiles, f, iv)
+    blocks = -(-channels // tiles.block_d)
+    steps = f.new_empty(
+        (2 if clip is None else 4, batch, splits if splits > 1 else 0, channels),
+        dtype=torch.float32,
+    )
+    sizes = (
+        0.0 if clip is None else clip, batch, length, part, splits, channels // unit,
+        *_strides(f, unit), *_strides(iv, unit),
+    )  # fmt: skip
+    options = dict(
+        LOG_DECAY=log_decay, REVERSE=reverse, CLIP=clip is not None,
+        PACKED=cu_seqlens is not None, HAS_INITIAL=initial_state is not None, UNIT=unit,
+        BLOCK_D=tiles.block_d, LANES=tiles.lanes, RUN=tiles.run, STAGES=tiles.stages,
+        num_warps=tiles.warps,
+    )  # fmt: skip
+    if splits > 1:
+        kernels.forward_parts_kernel[(blocks * batch * (splits - 1),)](
+            f, iv, initial_state, segment_ids, steps, *sizes, **options
+        )
+    kernels.forward_kernel[(blocks * batch * splits,)](
+        f, iv, initial_state, segment_ids, steps, h, final_state, clipped, *sizes,
+        SPLIT=splits > 1, **options,
+    )  # fmt: skip
+    return h, final_state, clipped, segment_ids
+
+
+def _launch_backward(
+    grad_h: Tensor,
+    grad_final: Tensor | None,
+    f: Tensor,
+    h: Tensor,
+    initial_state: Tensor | None,
+    clipped: Tensor,
+    segment_ids: Tensor,
+    packed: bool,
+    clip: bool,
+    log_decay: bool,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from neuralops.ssm.hgrn2 import kernels
+
+    batch, length, channels = f.shape
+    grad_f, grad_iv, grad_initial = _fake_backward(
+        grad_h, grad_final, f, h, initial_state, clipped, segment_ids,
+        packed, clip, log_decay, reverse,
+    )  # fmt: skip
+    if initial_state is not None:
+        initial_state = initial_state.contiguous()
+    if grad_final is not None:
+        grad_final = grad_final.contiguous()
+    if initial_state is not None and (packed or length == 0):
+        _start_states(grad_initial, grad_final)
+    if f.numel() == 0:
+        return grad_f, grad_iv, grad_initial
+
+    tiles = BACKWARD
+    unit, part, splits = _plan(tiles, f, grad_h)
+    blocks = -(-channels // tiles.block_d)
+    steps = f.new_empty(
+        (2, batch, splits if splits > 1 else 0, channels), dtype=torch.float32
+    )
+    sizes = (
+        batch, length, part, splits, channels // unit, *_strides(f, unit), *_strides(grad_h, unit)
+    )  # fmt: skip
+    options = dict(
+        LOG_DECAY=log_decay, REVERSE=reverse, CLIP=clip, PACKED=packed,
+        HAS_GRAD_FINAL=grad_final is not None, UNIT=unit,
+        BLOCK_D=tiles.block_d, LANES=tiles.lanes, RUN=tiles.run, STAGES=tiles.stages,
+        num_warps=tiles.warps,
+    )  # fmt: skip
+    if splits > 1:
+        kernels.backward_parts_kernel[(blocks * batch * (splits - 1),)](
+            f, grad_h, clipped, grad_final, segment_ids, steps, *sizes, **options
+        )
+    kernels.backward_kernel[(blocks * batch * splits,)](
+        f, grad_h, h, clipped, initial_state, grad_final, segment_ids, steps,
+        grad_f, grad_iv, grad_initial, *sizes,
+        HAS_INITIAL=initial_state is not None, SPLIT=splits > 1, **options,
+    )  # fmt: skip
+    return grad_f, grad_iv, grad_initial
+
+
+def _start_states(states: Tensor, given: Tensor | None) -> None:
+    """Fill what an empty sequence hands through."""
+    if given is None:
+        states.zero_()
+    else:
+        states.copy_(given)
+
+
+def _strides(x: Tensor, unit: int) -> tuple[int, int, int]:
+    batch, row, column = x.stride()
+    return batch // unit, row // unit, column
+
+
+def _plan(tiles: Tiles, x: Tensor, y: Tensor) -> tuple[int, int, int]:
+    """Choose what divides all strides, and into how many parts of how many tokens L is split."""
+    batch, length, channels = x.shape
+    unit = 16
+    if any(stride % unit for stride in (channels, *x.stride()[:2], *y.stride()[:2])):
+        unit = 1
+    tile = tiles.lanes * tiles.run
+    programs = batch * -(-channels // tiles.block_d)
+    processors = multiprocessors(x.device)
+    splits = 1
+    if programs < ENOUGH_PROGRAMS * processors:
+        splits = -(-SPLIT_PROGRAMS * processors // programs)
+    part = -(-length // (splits * tile)) * tile
+    return unit, part, -(-length // part)
+
+
+def _fake_forward(
+    f: Tensor,
+    iv: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    clip: float | None,
+    log_decay: bool,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, length, channels = f.shape
+    states = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    bits = 0 if clip is None else (length + 7) // 8
+    return (
+        iv.new_empty((batch, length, channels)),
+        f.new_empty((states, channels), dtype=torch.float32),
+        f.new_empty((batch, bits, channels), dtype=torch.uint8),
+        f.new_empty((0 if cu_seqlens is None else length,), dtype=torch.int32),
+    )
+
+
+def _fake_backward(
+    grad_h: Tensor,
+    grad_final: Tensor | None,
+    f: Tensor,
+    h: Tensor,
+    initial_state: Tensor | None,
+    clipped: Tensor,
+    segment_ids: Tensor,
+    packed: bool,
+    clip: bool,
+    log_decay: bool,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    states = 0 if initial_state is None else initial_state.shape[0]
+    return (
+        f.new_empty(f.shape),
+        h.new_empty(h.shape),
+        f.new_empty((states, f.shape[2]), dtype=torch.float32),
+    )
+
+
+_forward_op = LIBRARY.register(
+    "hgrn2_scan_fwd(Tensor f, Tensor iv, Tensor? initial_state, Tensor? cu_seqlens, float? clip, "
+    "bool log_decay, bool reverse) -> (Tensor, Tensor, Tensor, Tensor)",
+    _launch_forward,
+    _fake_forward,
+)
+_backward = backward_function(
+    "hgrn2_scan",
+    LIBRARY.register(
+        "hgrn2_scan_bwd(Tensor grad_h, Tensor? grad_final, Tensor f, Tensor h, "
+        "Tensor? initial_state, Tensor clipped, Tensor segment_ids, bool packed, bool clip, "
+        "bool log_decay, bool reverse) -> (Tensor, Tensor, Tensor)",
+        _launch_backward,
+        _fake_backward,
+    ),
+)
