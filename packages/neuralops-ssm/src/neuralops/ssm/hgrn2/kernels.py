@@ -7,6 +7,8 @@ the recurrence itself is run, so that its rounding is that of the plain loop.
 
 A step is ``state -> clamp(scale * state + shift, low, high)``, the bounds only where CLIP is set.
 
+The backward walks from the last token to the first, and so do its lanes.
+
 Where a sequence is split, a first kernel composes each part into one step, and each program of
 the second one composes the steps of the parts before its own.
 
@@ -117,9 +119,8 @@ def _forward_row(
     o_iv = row[:, None] * (iv_sl.to(tl.int64) * UNIT) + o_d[None, :] * iv_sd
     b_f = _gate(tl.load(p_f + o_f, mask=mask, other=0.0 if LOG_DECAY else 1.0), LOG_DECAY)
     b_iv = tl.load(p_iv + o_iv, mask=mask, other=0.0).to(tl.float32)
-    ids, last = row, valid
     if PACKED:
-        ids, first, last = _segment(segment_ids, row, valid, L, REVERSE)
+        ids, first, _ = _segment(segment_ids, row, valid, L, REVERSE)
         if HAS_INITIAL:
             o_state = ids.to(tl.int64)[:, None] * D + o_d[None, :]
             m_state = first[:, None] & m_d[None, :]
@@ -128,19 +129,13 @@ def _forward_row(
         outside = valid & (ids < 0)
         b_f = tl.where((first | outside)[:, None], 0.0, b_f)
         b_iv = tl.where(outside[:, None], 0.0, b_iv)
-    return b_f, b_iv, ids, last
+    return b_f, b_iv
 
 
 @triton.jit
 def _last_lane(x, LANES: tl.constexpr):
     lane = tl.arange(0, LANES)
     return tl.sum(tl.where((lane == LANES - 1)[:, None], x, 0.0), axis=0)
-
-
-@triton.jit
-def _first_lane(x, LANES: tl.constexpr):
-    lane = tl.arange(0, LANES)
-    return tl.sum(tl.where((lane == 0)[:, None], x, 0.0), axis=0)
 
 
 @triton.jit(do_not_specialize=["n_segments", "L"])
@@ -181,7 +176,7 @@ def forward_parts_kernel(
     b_high = tl.full((LANES, BLOCK_D), UNBOUNDED, tl.float32)
     for i in tl.range(0, lane_length, RUN, num_stages=STAGES):
         for u in tl.static_range(RUN):
-            b_f, b_iv, _, _ = _forward_row(
+            b_f, b_iv = _forward_row(
                 p_f, p_iv, initial_state, segment_ids, lane_start + i + u, end, o_d, m_d,
                 L, D, f_sl, f_sd, x_sl, x_sd,
                 UNIT, LOG_DECAY, REVERSE, PACKED, HAS_INITIAL,
@@ -242,14 +237,14 @@ def forward_kernel(
     end = tl.minimum(L, start + part)
     for tile in tl.range(start, end, LANES * RUN, num_stages=STAGES):
         t = tile + o_lane
-        fs, ivs, ids, lasts = (), (), (), ()
+        fs, ivs = (), ()
         for u in tl.static_range(RUN):
-            b_f, b_iv, b_ids, b_last = _forward_row(
+            b_f, b_iv = _forward_row(
                 p_f, p_iv, initial_state, segment_ids, t + u, end, o_d, m_d,
                 L, D, f_sl, f_sd, x_sl, x_sd,
                 UNIT, LOG_DECAY, REVERSE, PACKED, HAS_INITIAL,
             )  # fmt: skip
-            fs, ivs, ids, lasts = fs + (b_f,), ivs + (b_iv,), ids + (b_ids,), lasts + (b_last,)
+            fs, ivs = fs + (b_f,), ivs + (b_iv,)
 
         b_scale, b_shift = fs[0], ivs[0]
         if CLIP:
@@ -293,8 +288,9 @@ def forward_kernel(
                 p_h + row[:, None] * D + o_d[None, :], b_h.to(h.dtype.element_ty), mask=mask
             )
             if PACKED:
-                o_state = ids[u].to(tl.int64)[:, None] * D + o_d[None, :]
-                tl.store(final_state + o_state, b_h, mask=lasts[u][:, None] & m_d[None, :])
+                ids, _, last = _segment(segment_ids, row, valid, L, REVERSE)
+                o_state = ids.to(tl.int64)[:, None] * D + o_d[None, :]
+                tl.store(final_state + o_state, b_h, mask=last[:, None] & m_d[None, :])
         b_state = _last_lane(b_h, LANES)
     if not PACKED and i_part == splits - 1:
         tl.store(final_state + i_b * D + o_d, b_state, mask=m_d)
@@ -302,11 +298,11 @@ def forward_kernel(
 
 @triton.jit
 def _backward_row(
-    p_f, p_g, p_clipped, grad_final, segment_ids, t, end, o_d, m_d, L, D, f_sl, f_sd, g_sl, g_sd,
-    UNIT: tl.constexpr, LOG_DECAY: tl.constexpr, REVERSE: tl.constexpr, CLIP: tl.constexpr,
-    PACKED: tl.constexpr, HAS_GRAD_FINAL: tl.constexpr,
+    p_f, p_g, grad_final, segment_ids, t, end, o_d, m_d, L, D, f_sl, f_sd, g_sl, g_sd,
+    UNIT: tl.constexpr, LOG_DECAY: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
+    HAS_GRAD_FINAL: tl.constexpr,
 ):  # fmt: skip
-    """Gate, output gradient and whether the state is inside, of the tokens ``t (LANES,)``.
+    """Gate and output gradient of the tokens ``t (LANES,)``.
 
     Past ``end`` the step that changes nothing. What a packed sequence's last token gets from
     the gradient of its final state is in the output gradient.
@@ -318,14 +314,8 @@ def _backward_row(
     o_g = row[:, None] * (g_sl.to(tl.int64) * UNIT) + o_d[None, :] * g_sd
     b_f = _gate(tl.load(p_f + o_f, mask=mask, other=0.0 if LOG_DECAY else 1.0), LOG_DECAY)
     b_g = tl.load(p_g + o_g, mask=mask, other=0.0).to(tl.float32)
-    b_inside = b_g
-    if CLIP:
-        o_bits = (t // 8).to(tl.int64)[:, None] * D + o_d[None, :]
-        bits = tl.load(p_clipped + o_bits, mask=mask, other=0).to(tl.int32)
-        b_inside = 1.0 - ((bits >> (t % 8)[:, None]) & 1).to(tl.float32)
-    ids, first = row, valid
     if PACKED:
-        ids, first, last = _segment(segment_ids, row, valid, L, REVERSE)
+        ids, _, last = _segment(segment_ids, row, valid, L, REVERSE)
         if HAS_GRAD_FINAL:
             o_state = ids.to(tl.int64)[:, None] * D + o_d[None, :]
             m_state = last[:, None] & m_d[None, :]
@@ -333,7 +323,30 @@ def _backward_row(
         outside = valid & (ids < 0)
         b_f = tl.where(outside[:, None], 0.0, b_f)
         b_g = tl.where(outside[:, None], 0.0, b_g)
-    return b_f, b_g, b_inside, ids, first
+    return b_f, b_g
+
+
+@triton.jit
+def _clipped_run(p_clipped, t, end, o_d, m_d, D, RUN: tl.constexpr):
+    """For a run of tokens from ``t (LANES,)``: bit u is set where token t + u is clipped."""
+    b_bits = tl.zeros((t.shape[0], o_d.shape[0]), tl.int32)
+    for u in tl.static_range(0, RUN, 8):
+        o_bits = ((t + u) // 8).to(tl.int64)[:, None] * D + o_d[None, :]
+        mask = (t + u < end)[:, None] & m_d[None, :]
+        b_bits |= tl.load(p_clipped + o_bits, mask=mask, other=0).to(tl.int32) << u
+    return b_bits
+
+
+@triton.jit
+def _inside(b_bits, u: tl.constexpr):
+    return 1.0 - ((b_bits >> u) & 1).to(tl.float32)
+
+
+@triton.jit
+def _is_first(segment_ids, t, end, L, REVERSE: tl.constexpr):
+    row = ((L - 1 - t) if REVERSE else t).to(tl.int64)
+    _, first, _ = _segment(segment_ids, row, t < end, L, REVERSE)
+    return first[:, None]
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -356,31 +369,33 @@ def backward_parts_kernel(
     p_g = g + i_b * (x_sb.to(tl.int64) * UNIT)
     p_clipped = clipped + i_b * ((L + 7) // 8) * D
     lane_length = part // LANES
-    lane_start = i_part * part + tl.arange(0, LANES) * lane_length
+    lane_start = i_part * part + (LANES - 1 - tl.arange(0, LANES)) * lane_length
     end = tl.minimum(L, (i_part + 1) * part)
     b_scale = tl.full((LANES, BLOCK_D), 1.0, tl.float32)
     b_shift = tl.zeros((LANES, BLOCK_D), tl.float32)
     for i in tl.range(0, lane_length, RUN, num_stages=STAGES):
         t = lane_start + (lane_length - RUN - i)
+        if CLIP:
+            b_bits = _clipped_run(p_clipped, t, end, o_d, m_d, D, RUN)
         for u in tl.static_range(RUN - 1, -1, -1):
-            b_f, b_g, b_inside, _, b_first = _backward_row(
-                p_f, p_g, p_clipped, grad_final, segment_ids, t + u, end, o_d, m_d,
+            b_f, b_g = _backward_row(
+                p_f, p_g, grad_final, segment_ids, t + u, end, o_d, m_d,
                 L, D, f_sl, f_sd, x_sl, x_sd,
-                UNIT, LOG_DECAY, REVERSE, CLIP, PACKED, HAS_GRAD_FINAL,
+                UNIT, LOG_DECAY, REVERSE, PACKED, HAS_GRAD_FINAL,
             )  # fmt: skip
             if PACKED:
-                b_f = tl.where(b_first[:, None], 0.0, b_f)
+                b_f = tl.where(_is_first(segment_ids, t + u, end, L, REVERSE), 0.0, b_f)
             b_shift = b_shift + b_g
             if CLIP:
-                b_shift, b_scale = b_shift * b_inside, b_scale * b_inside
+                b_shift, b_scale = b_shift * _inside(b_bits, u), b_scale * _inside(b_bits, u)
             b_shift, b_scale = b_f * b_shift, b_f * b_scale
     one, zero = tl.zeros_like(b_scale) + 1.0, tl.zeros_like(b_shift)
     b_scale, b_shift, _, _ = tl.associative_scan(
-        (b_scale, b_shift, one, zero), 0, _scan_steps, reverse=True
+        (b_scale, b_shift, one, zero), 0, _scan_steps
     )
     p_steps = steps + (i_b * splits + i_part) * D + o_d
-    tl.store(p_steps, _first_lane(b_scale, LANES), mask=m_d)
-    tl.store(p_steps + B.to(tl.int64) * splits * D, _first_lane(b_shift, LANES), mask=m_d)
+    tl.store(p_steps, _last_lane(b_scale, LANES), mask=m_d)
+    tl.store(p_steps + B.to(tl.int64) * splits * D, _last_lane(b_shift, LANES), mask=m_d)
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -400,7 +415,7 @@ def backward_kernel(
     p_g = g + i_b * (x_sb.to(tl.int64) * UNIT)
     p_clipped = clipped + i_b * ((L + 7) // 8) * D
     o_b = i_b * L * D
-    o_lane = tl.arange(0, LANES) * RUN
+    o_lane = (LANES - 1 - tl.arange(0, LANES)) * RUN
 
     b_initial = tl.zeros((BLOCK_D,), tl.float32)
     b_entering = tl.zeros((BLOCK_D,), tl.float32)
@@ -420,12 +435,14 @@ def backward_kernel(
     tiles = tl.cdiv(end - start, LANES * RUN)
     for i_tile in tl.range(0, tiles, num_stages=STAGES):
         t = start + (tiles - 1 - i_tile) * (LANES * RUN) + o_lane
-        fs, gs, insides, ids, firsts, hs = (), (), (), (), (), ()
+        if CLIP:
+            b_bits = _clipped_run(p_clipped, t, end, o_d, m_d, D, RUN)
+        fs, gs, hs = (), (), ()
         for u in tl.static_range(RUN):
-            b_f, b_g, b_inside, b_ids, b_first = _backward_row(
-                p_f, p_g, p_clipped, grad_final, segment_ids, t + u, end, o_d, m_d,
+            b_f, b_g = _backward_row(
+                p_f, p_g, grad_final, segment_ids, t + u, end, o_d, m_d,
                 L, D, f_sl, f_sd, x_sl, x_sd,
-                UNIT, LOG_DECAY, REVERSE, CLIP, PACKED, HAS_GRAD_FINAL,
+                UNIT, LOG_DECAY, REVERSE, PACKED, HAS_GRAD_FINAL,
             )  # fmt: skip
             before = t + u - 1
             m_h = ((before >= 0) & (t + u < end))[:, None] & m_d[None, :]
@@ -433,51 +450,54 @@ def backward_kernel(
             b_h = tl.load(h + o_b + row[:, None] * D + o_d[None, :], mask=m_h, other=0.0)
             b_h = b_h.to(tl.float32)
             if PACKED:
-                b_h = tl.where(b_first[:, None], 0.0, b_h)
+                here = ((L - 1 - (t + u)) if REVERSE else (t + u)).to(tl.int64)
+                ids, first, _ = _segment(segment_ids, here, t + u < end, L, REVERSE)
+                b_h = tl.where(first[:, None], 0.0, b_h)
                 if HAS_INITIAL:
-                    o_state = b_ids.to(tl.int64)[:, None] * D + o_d[None, :]
-                    m_state = b_first[:, None] & m_d[None, :]
+                    o_state = ids.to(tl.int64)[:, None] * D + o_d[None, :]
+                    m_state = first[:, None] & m_d[None, :]
                     b_h += tl.load(initial_state + o_state, mask=m_state, other=0.0).to(tl.float32)
             elif HAS_INITIAL:
                 b_h = tl.where((t + u == 0)[:, None], b_initial[None, :], b_h)
-            fs, gs, insides = fs + (b_f,), gs + (b_g,), insides + (b_inside,)
-            ids, firsts, hs = ids + (b_ids,), firsts + (b_first,), hs + (b_h,)
+            fs, gs, hs = fs + (b_f,), gs + (b_g,), hs + (b_h,)
 
         b_scale = tl.full((LANES, BLOCK_D), 1.0, tl.float32)
         b_shift = tl.zeros((LANES, BLOCK_D), tl.float32)
         for u in tl.static_range(RUN - 1, -1, -1):
             b_f = fs[u]
             if PACKED:
-                b_f = tl.where(firsts[u][:, None], 0.0, b_f)
+                b_f = tl.where(_is_first(segment_ids, t + u, end, L, REVERSE), 0.0, b_f)
             b_shift = b_shift + gs[u]
             if CLIP:
-                b_shift, b_scale = b_shift * insides[u], b_scale * insides[u]
+                b_shift, b_scale = b_shift * _inside(b_bits, u), b_scale * _inside(b_bits, u)
             b_shift, b_scale = b_f * b_shift, b_f * b_scale
         one, zero = tl.zeros_like(b_scale) + 1.0, tl.zeros_like(b_shift)
         _, _, b_scale, b_shift = tl.associative_scan(
-            (b_scale, b_shift, one, zero), 0, _scan_steps, reverse=True
+            (b_scale, b_shift, one, zero), 0, _scan_steps
         )
         b_enter = b_scale * b_entering[None, :] + b_shift
 
         for u in tl.static_range(RUN - 1, -1, -1):
             b_y = gs[u] + b_enter
             if CLIP:
-                b_y = b_y * insides[u]
+                b_y = b_y * _inside(b_bits, u)
             b_enter = fs[u] * b_y
             b_grad_f = b_y * hs[u]
             if LOG_DECAY:
                 b_grad_f = b_grad_f * fs[u]
-            if PACKED:
-                o_state = ids[u].to(tl.int64)[:, None] * D + o_d[None, :]
-                m_state = firsts[u][:, None] & m_d[None, :]
-                if HAS_INITIAL:
-                    tl.store(grad_initial + o_state, b_enter, mask=m_state)
-                b_enter = tl.where(firsts[u][:, None], 0.0, b_enter)
-            mask = (t + u < end)[:, None] & m_d[None, :]
+            valid = t + u < end
+            mask = valid[:, None] & m_d[None, :]
             row = ((L - 1 - (t + u)) if REVERSE else (t + u)).to(tl.int64)
+            if PACKED:
+                ids, first, _ = _segment(segment_ids, row, valid, L, REVERSE)
+                if HAS_INITIAL:
+                    o_state = ids.to(tl.int64)[:, None] * D + o_d[None, :]
+                    m_state = first[:, None] & m_d[None, :]
+                    tl.store(grad_initial + o_state, b_enter, mask=m_state)
+                b_enter = tl.where(first[:, None], 0.0, b_enter)
             o_out = o_b + row[:, None] * D + o_d[None, :]
             tl.store(grad_f + o_out, b_grad_f.to(grad_f.dtype.element_ty), mask=mask)
             tl.store(grad_iv + o_out, b_y.to(grad_iv.dtype.element_ty), mask=mask)
-        b_entering = _first_lane(b_enter, LANES)
+        b_entering = _last_lane(b_enter, LANES)
     if HAS_INITIAL and not PACKED and i_part == 0:
         tl.store(grad_initial + i_b * D + o_d, b_entering, mask=m_d)

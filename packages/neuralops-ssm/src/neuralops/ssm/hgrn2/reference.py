@@ -48,12 +48,12 @@ def scan(
 def _sequence(
     gate: Tensor, value: Tensor, first: Tensor | None, clip: float | None, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    batch, length, channels = value.shape
+    batch, _, channels = value.shape
     state = value.new_zeros(batch, channels) if first is None else first
     outputs = []
-    tokens = range(length)
-    for t in reversed(tokens) if reverse else tokens:
-        state = gate[:, t] * state + value[:, t]
+    tokens = list(zip(gate.unbind(1), value.unbind(1)))
+    for gate_t, value_t in reversed(tokens) if reverse else tokens:
+        state = gate_t * state + value_t
         if clip is not None:
             state = torch.where(state.abs() < clip, state, state.detach().clamp(-clip, clip))
         outputs.append(state)

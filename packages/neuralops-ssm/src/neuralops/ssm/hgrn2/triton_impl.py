@@ -27,6 +27,8 @@ class Tiles:
 
 FORWARD = Tiles(block_d=64, lanes=8, run=16, warps=4, stages=2)
 BACKWARD = Tiles(block_d=64, lanes=8, run=8, warps=4, stages=2)
+LEAN = Tiles(block_d=32, lanes=8, run=8, warps=4, stages=1)
+"""For clipped and for packed scans, which need more registers."""
 ENOUGH_PROGRAMS = 1.5
 """With this many programs for each multiprocessor a sequence is not split."""
 SPLIT_PROGRAMS = 4
@@ -116,7 +118,7 @@ def _launch_forward(
             _start_states(final_state, initial_state)
         return h, final_state, clipped, segment_ids
 
-    tiles = FORWARD
+    tiles = FORWARD if clip is None and cu_seqlens is None else LEAN
     unit, part, splits = _plan(tiles, f, iv)
     blocks = -(-channels // tiles.block_d)
     steps = f.new_empty(
@@ -173,7 +175,7 @@ def _launch_backward(
     if f.numel() == 0:
         return grad_f, grad_iv, grad_initial
 
-    tiles = BACKWARD
+    tiles = LEAN if clip or packed else BACKWARD
     unit, part, splits = _plan(tiles, f, grad_h)
     blocks = -(-channels // tiles.block_d)
     steps = f.new_empty(
