@@ -1,0 +1,4 @@
+import argparse
+SUMMARY = ""
+def add_arguments(parser: argparse.ArgumentParser) -> None: ...
+def run(options: argparse.Namespace) -> int: return 0
