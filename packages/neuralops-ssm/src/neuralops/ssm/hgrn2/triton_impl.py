@@ -25,8 +25,8 @@ class Tiles:
     stages: int
 
 
-FORWARD = Tiles(block_d=64, lanes=8, run=16, warps=4, stages=2)
-BACKWARD = Tiles(block_d=64, lanes=8, run=8, warps=4, stages=2)
+FORWARD = Tiles(block_d=64, lanes=8, run=16, warps=4, stages=1)
+BACKWARD = Tiles(block_d=64, lanes=8, run=8, warps=4, stages=1)
 LEAN = Tiles(block_d=32, lanes=8, run=8, warps=4, stages=1)
 """For clipped and for packed scans, which need more registers."""
 ENOUGH_PROGRAMS = 1.5
@@ -45,97 +45,104 @@ def scan(
     reverse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`neuralops.ssm.hgrn2_scan`; differentiable once."""
-    h, final_state, _, _ = _Scan.apply(f, iv, initial_state, cu_seqlens, clip, log_decay, reverse)
+    segment_ids = None if cu_seqlens is None else _segment_ids_op(cu_seqlens, f.shape[1])
+    segments = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    inputs = (f, iv, initial_state, segment_ids, segments, clip, log_decay, reverse)
+    tracked = f.requires_grad or iv.requires_grad
+    tracked = tracked or (initial_state is not None and initial_state.requires_grad)
+    run = _Scan.apply if tracked and torch.is_grad_enabled() else _forward_op
+    h, final_state, _ = run(*inputs)
     return h, final_state
 
 
 class _Scan(torch.autograd.Function):
     generate_vmap_rule = True
 
+    # apply() binds the arguments to this signature in every call: with one parameter that takes
+    # half the time.
     @staticmethod
-    def forward(
-        f: Tensor,
-        iv: Tensor,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        clip: float | None,
-        log_decay: bool,
-        reverse: bool,
-    ) -> Any:
-        return _forward_op(f, iv, initial_state, cu_seqlens, clip, log_decay, reverse)
+    def forward(*inputs: Any) -> Any:
+        return _forward_op(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        f, _, initial_state, _, ctx.clip, ctx.log_decay, ctx.reverse = inputs
-        h, _, clipped, segment_ids = output
-        ctx.mark_non_differentiable(clipped, segment_ids)
+        f, _, initial_state, segment_ids, _, ctx.clip, ctx.log_decay, ctx.reverse = inputs
+        h, _, clipped = output
+        ctx.mark_non_differentiable(clipped)
         ctx.set_materialize_grads(False)
-        ctx.packed = inputs[3] is not None
-        ctx.save_for_backward(f, h, initial_state, clipped, segment_ids)
+        ctx.save_for_backward(f, h, initial_state, segment_ids, clipped)
 
     @staticmethod
-    def backward(ctx: Any, grad_h: Tensor | None, grad_final: Tensor | None, *_: None) -> Any:
-        f, h, initial_state, clipped, segment_ids = ctx.saved_tensors
+    def backward(ctx: Any, grad_h: Tensor | None, grad_final: Tensor | None, _: None) -> Any:
+        f, h, initial_state, segment_ids, clipped = ctx.saved_tensors
         if grad_h is None and grad_final is None:
-            return (None,) * 7
+            return (None,) * 8
         if grad_h is None:
             grad_h = torch.zeros((), dtype=h.dtype, device=h.device).expand_as(h)
         grad_f, grad_iv, grad_initial = _backward(
-            grad_h, grad_final, f, h, initial_state, clipped, segment_ids,
-            ctx.packed, ctx.clip is not None, ctx.log_decay, ctx.reverse,
+            grad_h, grad_final, f, h, initial_state, segment_ids, clipped,
+            ctx.clip is not None, ctx.log_decay, ctx.reverse,
         )  # fmt: skip
         if initial_state is None:
-            return grad_f, grad_iv, None, None, None, None, None
-        return grad_f, grad_iv, grad_initial.to(initial_state.dtype), None, None, None, None
+            return grad_f, grad_iv, None, None, None, None, None, None
+        grad_initial = grad_initial.to(initial_state.dtype)
+        return grad_f, grad_iv, grad_initial, None, None, None, None, None
+
+
+def _launch_segment_ids(cu_seqlens: Tensor, length: int) -> Tensor:
+    from neuralops.ssm.hgrn2 import kernels
+
+    segment_ids = _fake_segment_ids(cu_seqlens, length)
+    if length > 0:
+        block = 256
+        kernels.segment_ids_kernel[(-(-length // block),)](
+            cu_seqlens.contiguous(), segment_ids, cu_seqlens.shape[0] - 1, length, BLOCK=block
+        )
+    return segment_ids
 
 
 def _launch_forward(
     f: Tensor,
     iv: Tensor,
     initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
+    segment_ids: Tensor | None,
+    segments: int,
     clip: float | None,
     log_decay: bool,
     reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     from neuralops.ssm.hgrn2 import kernels
 
     batch, length, channels = f.shape
-    h, final_state, clipped, segment_ids = _fake_forward(
-        f, iv, initial_state, cu_seqlens, clip, log_decay, reverse
+    h, final_state, clipped = _fake_forward(
+        f, iv, initial_state, segment_ids, segments, clip, log_decay, reverse
     )
+    packed = segment_ids is not None
     if initial_state is not None:
         initial_state = initial_state.contiguous()
-    if cu_seqlens is not None:
+    if packed or length == 0:
         _start_states(final_state, initial_state)
-        if length > 0:
-            block = 256
-            kernels.segment_ids_kernel[(-(-length // block),)](
-                cu_seqlens.contiguous(), segment_ids, cu_seqlens.shape[0] - 1, length, BLOCK=block
-            )
     if f.numel() == 0:
-        if length == 0 and cu_seqlens is None:
-            _start_states(final_state, initial_state)
-        return h, final_state, clipped, segment_ids
+        return h, final_state, clipped
 
-    tiles = FORWARD if clip is None and cu_seqlens is None else LEAN
+    tiles = LEAN if packed or clip is not None else FORWARD
     unit, part, splits = _plan(tiles, f, iv)
     blocks = -(-channels // tiles.block_d)
-    steps = f.new_empty(
-        (2 if clip is None else 4, batch, splits if splits > 1 else 0, channels),
-        dtype=torch.float32,
-    )
     sizes = (
         0.0 if clip is None else clip, batch, length, part, splits, channels // unit,
         *_strides(f, unit), *_strides(iv, unit),
     )  # fmt: skip
-    options = dict(
-        LOG_DECAY=log_decay, REVERSE=reverse, CLIP=clip is not None,
-        PACKED=cu_seqlens is not None, HAS_INITIAL=initial_state is not None, UNIT=unit,
-        BLOCK_D=tiles.block_d, LANES=tiles.lanes, RUN=tiles.run, STAGES=tiles.stages,
-        num_warps=tiles.warps,
-    )  # fmt: skip
+    options = {
+        "LOG_DECAY": log_decay, "REVERSE": reverse, "CLIP": clip is not None,
+        "PACKED": packed, "HAS_INITIAL": initial_state is not None, "UNIT": unit,
+        "BLOCK_D": tiles.block_d, "LANES": tiles.lanes, "RUN": tiles.run,
+        "STAGES": tiles.stages, "num_warps": tiles.warps,
+    }  # fmt: skip
+    steps = None
     if splits > 1:
+        steps = f.new_empty(
+            (2 if clip is None else 4, batch, splits, channels), dtype=torch.float32
+        )
         kernels.forward_parts_kernel[(blocks * batch * (splits - 1),)](
             f, iv, initial_state, segment_ids, steps, *sizes, **options
         )
@@ -143,7 +150,7 @@ def _launch_forward(
         f, iv, initial_state, segment_ids, steps, h, final_state, clipped, *sizes,
         SPLIT=splits > 1, **options,
     )  # fmt: skip
-    return h, final_state, clipped, segment_ids
+    return h, final_state, clipped
 
 
 def _launch_backward(
@@ -152,9 +159,8 @@ def _launch_backward(
     f: Tensor,
     h: Tensor,
     initial_state: Tensor | None,
+    segment_ids: Tensor | None,
     clipped: Tensor,
-    segment_ids: Tensor,
-    packed: bool,
     clip: bool,
     log_decay: bool,
     reverse: bool,
@@ -163,34 +169,33 @@ def _launch_backward(
 
     batch, length, channels = f.shape
     grad_f, grad_iv, grad_initial = _fake_backward(
-        grad_h, grad_final, f, h, initial_state, clipped, segment_ids,
-        packed, clip, log_decay, reverse,
-    )  # fmt: skip
+        grad_h, grad_final, f, h, initial_state, segment_ids, clipped, clip, log_decay, reverse
+    )
+    packed = segment_ids is not None
     if initial_state is not None:
         initial_state = initial_state.contiguous()
+        if packed or length == 0:
+            _start_states(grad_initial, grad_final)
     if grad_final is not None:
         grad_final = grad_final.contiguous()
-    if initial_state is not None and (packed or length == 0):
-        _start_states(grad_initial, grad_final)
     if f.numel() == 0:
         return grad_f, grad_iv, grad_initial
 
-    tiles = LEAN if clip or packed else BACKWARD
+    tiles = LEAN if packed or clip else BACKWARD
     unit, part, splits = _plan(tiles, f, grad_h)
     blocks = -(-channels // tiles.block_d)
-    steps = f.new_empty(
-        (2, batch, splits if splits > 1 else 0, channels), dtype=torch.float32
-    )
     sizes = (
         batch, length, part, splits, channels // unit, *_strides(f, unit), *_strides(grad_h, unit)
     )  # fmt: skip
-    options = dict(
-        LOG_DECAY=log_decay, REVERSE=reverse, CLIP=clip, PACKED=packed,
-        HAS_GRAD_FINAL=grad_final is not None, UNIT=unit,
-        BLOCK_D=tiles.block_d, LANES=tiles.lanes, RUN=tiles.run, STAGES=tiles.stages,
-        num_warps=tiles.warps,
-    )  # fmt: skip
+    options = {
+        "LOG_DECAY": log_decay, "REVERSE": reverse, "CLIP": clip, "PACKED": packed,
+        "HAS_GRAD_FINAL": grad_final is not None, "UNIT": unit,
+        "BLOCK_D": tiles.block_d, "LANES": tiles.lanes, "RUN": tiles.run,
+        "STAGES": tiles.stages, "num_warps": tiles.warps,
+    }  # fmt: skip
+    steps = None
     if splits > 1:
+        steps = f.new_empty((2, batch, splits, channels), dtype=torch.float32)
         kernels.backward_parts_kernel[(blocks * batch * (splits - 1),)](
             f, grad_h, clipped, grad_final, segment_ids, steps, *sizes, **options
         )
@@ -231,23 +236,27 @@ def _plan(tiles: Tiles, x: Tensor, y: Tensor) -> tuple[int, int, int]:
     return unit, part, -(-length // part)
 
 
+def _fake_segment_ids(cu_seqlens: Tensor, length: int) -> Tensor:
+    return cu_seqlens.new_empty((length,), dtype=torch.int32)
+
+
 def _fake_forward(
     f: Tensor,
     iv: Tensor,
     initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
+    segment_ids: Tensor | None,
+    segments: int,
     clip: float | None,
     log_decay: bool,
     reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     batch, length, channels = f.shape
-    states = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    states = batch if segment_ids is None else segments
     bits = 0 if clip is None else (length + 7) // 8
     return (
         iv.new_empty((batch, length, channels)),
         f.new_empty((states, channels), dtype=torch.float32),
         f.new_empty((batch, bits, channels), dtype=torch.uint8),
-        f.new_empty((0 if cu_seqlens is None else length,), dtype=torch.int32),
     )
 
 
@@ -257,9 +266,8 @@ def _fake_backward(
     f: Tensor,
     h: Tensor,
     initial_state: Tensor | None,
+    segment_ids: Tensor | None,
     clipped: Tensor,
-    segment_ids: Tensor,
-    packed: bool,
     clip: bool,
     log_decay: bool,
     reverse: bool,
@@ -272,9 +280,14 @@ def _fake_backward(
     )
 
 
+_segment_ids_op = LIBRARY.register(
+    "hgrn2_segment_ids(Tensor cu_seqlens, SymInt length) -> Tensor",
+    _launch_segment_ids,
+    _fake_segment_ids,
+)
 _forward_op = LIBRARY.register(
-    "hgrn2_scan_fwd(Tensor f, Tensor iv, Tensor? initial_state, Tensor? cu_seqlens, float? clip, "
-    "bool log_decay, bool reverse) -> (Tensor, Tensor, Tensor, Tensor)",
+    "hgrn2_scan_fwd(Tensor f, Tensor iv, Tensor? initial_state, Tensor? segment_ids, "
+    "SymInt segments, float? clip, bool log_decay, bool reverse) -> (Tensor, Tensor, Tensor)",
     _launch_forward,
     _fake_forward,
 )
@@ -282,7 +295,7 @@ _backward = backward_function(
     "hgrn2_scan",
     LIBRARY.register(
         "hgrn2_scan_bwd(Tensor grad_h, Tensor? grad_final, Tensor f, Tensor h, "
-        "Tensor? initial_state, Tensor clipped, Tensor segment_ids, bool packed, bool clip, "
+        "Tensor? initial_state, Tensor? segment_ids, Tensor clipped, bool clip, "
         "bool log_decay, bool reverse) -> (Tensor, Tensor, Tensor)",
         _launch_backward,
         _fake_backward,
