@@ -47,6 +47,7 @@ class Toy:
             text=True,
             cwd=self.site,
             timeout=120,
+            check=False,
         )
         return Result(done.returncode, done.stdout, self.site / "out")
 

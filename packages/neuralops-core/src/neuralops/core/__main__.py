@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0, 1 for a finding, 2 for a wrong request."""
     options = _parser().parse_args(arguments)
     try:
-        return INSTRUMENTS[options.command].run(options)
+        code: int = INSTRUMENTS[options.command].run(options)
+        return code
     except UsageError as error:
         print(f"neuralops {options.command}: error: {error}", file=sys.stderr)
         return 2

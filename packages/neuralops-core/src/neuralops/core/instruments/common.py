@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import platform
 import shlex
@@ -71,7 +72,7 @@ def first_line(error: BaseException) -> str:
 
 def installed_families() -> dict[str, Distribution]:
     """Return the installed distributions that declare operators or carry a family's name."""
-    families = {}
+    families: dict[str, Distribution] = {}
     for distribution in distributions():
         name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
         declares = any(point.group == GROUP for point in distribution.entry_points)
@@ -180,7 +181,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):
+    if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}

@@ -72,7 +72,8 @@ class Measured:
 
 def share_of_bound(error: dict[str, Any]) -> float:
     """Return how much of its bound an error takes up: at most 1 where it passes."""
-    return max(error["ratio"], error["largest"] / LARGEST) / error["bound"]
+    share: float = max(error["ratio"], error["largest"] / LARGEST) / error["bound"]
+    return share
 
 
 def chosen_samples(operator: Operator, half: Half) -> list[Sample]:
