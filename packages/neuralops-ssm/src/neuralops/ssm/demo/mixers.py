@@ -1,0 +1,126 @@
+"""Token mixers: what lets a position see those before it. One class for each operator.
+
+A new mixer subclasses :class:`Mixer` and joins :data:`MIXERS`; the model, the checkpoint and the
+command line need nothing else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from neuralops.core import explain
+from neuralops.ssm import hgrn2_scan, hgrn2_step
+
+Tensor = torch.Tensor
+State = tuple[Tensor, ...]
+
+
+class Mixer(nn.Module, ABC):
+    """Mixes tokens causally and carries a state, so that a sequence can be cut anywhere.
+
+    Args of the constructor of every subclass: `width`, the channels that come and go, and `depth`
+    in [0, 1), how far up the model this mixer sits.
+    """
+
+    @abstractmethod
+    def __init__(self, width: int, depth: float) -> None:
+        super().__init__()
+
+    @abstractmethod
+    def initial_state(self, batch: int) -> State:
+        """Return the state before the first token."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """Mix a whole sequence ``x (B, L, width)``."""
+
+    @abstractmethod
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """Mix one token ``x (B, width)``."""
+
+    @abstractmethod
+    def backend(self, x: Tensor) -> str:
+        """Name the backend on which the operator would run for ``x (B, L, width)``."""
+
+
+class ShortConv(nn.Module):
+    """A causal convolution of each channel over a few tokens; it starts as the identity."""
+
+    def __init__(self, width: int, taps: int) -> None:
+        super().__init__()
+        weight = 0.1 * torch.randn(taps, width)
+        weight[-1] += 1
+        self.weight = nn.Parameter(weight)
+
+    def initial_state(self, batch: int) -> Tensor:
+        """Return what comes before the first token: zeros ``(B, taps - 1, width)``."""
+        taps, width = self.weight.shape
+        return self.weight.new_zeros(batch, taps - 1, width)
+
+    def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """Convolve ``x (B, L, width)``, which follows ``before``."""
+        taps, length = self.weight.shape[0], x.shape[1]
+        padded = torch.cat((before, x), 1)
+        y = x * self.weight[-1]
+        for tap in range(taps - 1):
+            y = torch.addcmul(y, padded[:, tap : tap + length], self.weight[tap])
+        return y, padded[:, length:]
+
+
+class HGRN2Mixer(Mixer):
+    """The gated elementwise recurrence between a short convolution and an output gate.
+
+    Forget gates of higher layers have a higher lower bound, so that these look further back.
+
+    Source: Qin et al., *Hierarchically Gated Recurrent Neural Network for Sequence Modeling*,
+    [arXiv 2311.04823](https://arxiv.org/abs/2311.04823).
+    """
+
+    EXPANSION = 1.5
+    TAPS = 4
+
+    def __init__(self, width: int, depth: float) -> None:
+        super().__init__(width, depth)
+        self.channels = int(self.EXPANSION * width)
+        self.lower_bound = 0.8 * depth
+        self.conv = ShortConv(width, self.TAPS)
+        self.enter = nn.Linear(width, 3 * self.channels, bias=False)
+        self.forget_bias = nn.Parameter(torch.linspace(0, 5, self.channels))
+        self.norm = nn.RMSNorm(self.channels)
+        self.leave = nn.Linear(self.channels, width, bias=False)
+        nn.init.normal_(self.leave.weight, std=0.02)
+
+    def initial_state(self, batch: int) -> State:
+        return self.conv.initial_state(batch), self.forget_bias.new_zeros(batch, self.channels)
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        x, before = self.conv(x, state[0])
+        f, iv, gate = self._enter(x)
+        h, hidden = hgrn2_scan(f, iv, initial_state=state[1], return_final_state=True)
+        return self._leave(h, gate), (before, hidden)
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        x, before = self.conv(x.unsqueeze(1), state[0])
+        f, iv, gate = self._enter(x.squeeze(1))
+        h, hidden = hgrn2_step(f, iv, state[1])
+        return self._leave(h, gate), (before, hidden)
+
+    def backend(self, x: Tensor) -> str:
+        f, iv, _ = self._enter(x)
+        return str(explain(hgrn2_scan, f, iv).backend)
+
+    def _enter(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        f, i, gate = self.enter(x).chunk(3, -1)
+        f = self.lower_bound + (1 - self.lower_bound) * torch.sigmoid(f + self.forget_bias)
+        return f, (1 - f) * functional.silu(i), gate
+
+    def _leave(self, h: Tensor, gate: Tensor) -> Tensor:
+        leave: Tensor = self.leave(self.norm(h) * functional.silu(gate))
+        return leave
+
+
+MIXERS: dict[str, type[Mixer]] = {"hgrn2": HGRN2Mixer}
