@@ -26,6 +26,9 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Whether Triton kernels run in Triton's interpreter, on the CPU. Triton decides so once, when
 kernels are defined, and so does this."""
 
+CPU_TENSORS_SERVED = INTERPRETING
+"""Whether the kernels take CPU tensors. The compile gate sets it: there nothing is run."""
+
 
 def triton_reasons(*tensors: torch.Tensor | None) -> list[str]:
     """Return every reason why no Triton kernel can run on ``tensors`` (``None`` is skipped)."""
@@ -49,7 +52,7 @@ def triton_reasons(*tensors: torch.Tensor | None) -> list[str]:
                 )
     elif device.type != "cpu":
         reasons.append(f"the tensors are on {device}, the kernels run on CUDA devices")
-    elif not INTERPRETING:
+    elif not CPU_TENSORS_SERVED:
         reasons.append(
             "the tensors are on the CPU, the kernels run on CUDA devices "
             "(and, for tests, in Triton's interpreter with TRITON_INTERPRET=1)"

@@ -89,15 +89,23 @@ def make_task(
 
 
 def prepare(
-    operator: Operator, arguments: Arguments, dtype: torch.dtype | None = None
+    operator: Operator,
+    arguments: Arguments,
+    dtype: torch.dtype | None = None,
+    *,
+    zeros: bool = False,
 ) -> Task:
-    """Turn arguments into a task, with floating tensors converted to ``dtype`` if given."""
+    """Turn arguments into a task, with floating tensors converted to ``dtype`` if given.
+
+    Raises:
+        UsageError: an input is zero throughout, unless ``zeros`` allows it.
+    """
     args, kwargs = arguments
     bound = inspect.signature(operator.load()).bind(*args, **kwargs)
     leaves = {}
     for name, value in bound.arguments.items():
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-            if value.numel() and not bool(value.any()):
+            if not zeros and value.numel() and not bool(value.any()):
                 raise UsageError(f"{operator.name}: the input {name} is zero throughout")
             leaf = value.detach() if dtype is None else value.detach().to(dtype)
             leaves[name] = leaf.requires_grad_()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -78,7 +79,12 @@ def share_of_bound(error: dict[str, Any]) -> float:
 
 def chosen_samples(operator: Operator, half: Half) -> list[Sample]:
     """Return the samples that a half runs: short ones where kernels are interpreted."""
-    return [s for s in operator.samples if not half.interpreted or s.length <= INTERPRETED_LENGTH]
+    longest = INTERPRETED_LENGTH if half.interpreted else math.inf
+    return [
+        sample
+        for sample in operator.samples
+        if sample.device in (None, half.device) and sample.length <= longest
+    ]
 
 
 def measure(operator: Operator, half: Half, dtypes: Sequence[str]) -> Iterator[Measured]:
