@@ -7,10 +7,13 @@ shapes; the launcher imports its kernels when it first runs. Its derivative is a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class OperatorLibrary:
@@ -42,20 +45,33 @@ class OperatorLibrary:
         return operator
 
 
-def backward_function(operator: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def signed(function: _Function) -> _Function:
+    """Keep the signature of an autograd Function's ``forward``, which ``apply`` asks for each time.
+
+    It halves the time that ``apply`` takes.
+    """
+    function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return function
+
+
+def backward_function(
+    operator: str, call: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
     """Wrap a fused backward so that differentiating it raises instead of giving zeros.
 
     Args:
         operator: the public name, for the message.
         call: the fused backward: tensors and options in, gradients out.
+        fake: its fake, for the names of its arguments.
     """
+
+    def forward(*inputs: Any) -> Any:
+        return call(*inputs)
+
+    forward.__signature__ = inspect.signature(fake)  # type: ignore[attr-defined]
 
     class FusedBackward(torch.autograd.Function):
         generate_vmap_rule = True
-
-        @staticmethod
-        def forward(*inputs: Any) -> Any:
-            return call(*inputs)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -68,5 +84,6 @@ def backward_function(operator: str, call: Callable[..., Any]) -> Callable[..., 
                 "use backend='torch' for gradients of gradients"
             )
 
+    FusedBackward.forward = staticmethod(forward)  # type: ignore[method-assign, assignment]
     apply: Callable[..., Any] = FusedBackward.apply
     return apply

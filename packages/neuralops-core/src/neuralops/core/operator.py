@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,27 +29,21 @@ class Implementation:
 
     Args:
         backend: ``"triton"``, ``"torch"`` or ``"reference"``.
-        target: ``"package.module:function"``, imported when first run. All the
-            implementations of an operator take the same positional arguments.
+        run: computes it. All the implementations of an operator take the same positional
+            arguments. Its module imports no kernel before its first launch.
         suitability: takes those arguments and returns *every* reason, as sentences, why this
             implementation cannot serve them; nothing where it can.
         automatic: whether it may be chosen when no backend is asked for.
     """
 
     backend: str
-    target: str
+    run: Callable[..., Any]
     suitability: Callable[..., Sequence[str]] = no_reasons
     automatic: bool = True
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {BACKENDS}, got {self.backend!r}")
-
-    @cached_property
-    def run(self) -> Callable[..., Any]:
-        """The function behind ``target``."""
-        function: Callable[..., Any] = load(self.target)
-        return function
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -71,6 +64,7 @@ class Sample:
             its clamp, a state at its clip), so that the error is judged against that of the
             reference in the same dtype instead of a fixed tolerance.
         constants: keyword arguments that are not differentiated.
+        device: the kind of device it is run on, where the oracle would take too long on another.
     """
 
     label: str
@@ -78,6 +72,7 @@ class Sample:
     length: int
     sensitive: bool = False
     constants: tuple[str, ...] = ()
+    device: str | None = None
 
 
 @dataclass(frozen=True)

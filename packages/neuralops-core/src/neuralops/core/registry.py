@@ -2,7 +2,7 @@
 
 A family's distribution declares each operator as an entry point of the group
 ``neuralops.ops``. They are looked up once; an operator's module is imported when first asked
-for, and imports neither its implementations nor Triton.
+for, and does not import Triton.
 """
 
 from __future__ import annotations

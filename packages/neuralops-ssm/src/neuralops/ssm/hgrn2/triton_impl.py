@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from neuralops.core.hardware import multiprocessors
-from neuralops.core.library import backward_function
+from neuralops.core.library import backward_function, signed
 from neuralops.ssm.library import LIBRARY
 
 Tensor = torch.Tensor
@@ -58,11 +58,21 @@ def scan(
 class _Scan(torch.autograd.Function):
     generate_vmap_rule = True
 
-    # apply() binds the arguments to this signature in every call: with one parameter that takes
-    # half the time.
     @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return _forward_op(*inputs)
+    @signed
+    def forward(
+        f: Tensor,
+        iv: Tensor,
+        initial_state: Tensor | None,
+        segment_ids: Tensor | None,
+        segments: int,
+        clip: float | None,
+        log_decay: bool,
+        reverse: bool,
+    ) -> Any:
+        return _forward_op(
+            f, iv, initial_state, segment_ids, segments, clip, log_decay, reverse
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -300,4 +310,5 @@ _backward = backward_function(
         _launch_backward,
         _fake_backward,
     ),
+    _fake_backward,
 )
