@@ -41,10 +41,7 @@ def test_a_wrong_kernel_turns_it_red(toy) -> None:
 
 
 def test_a_wrong_torch_form_is_found_in_every_dtype(toy) -> None:
-    (toy.site / "neuralops_toy" / "wrong.py").write_text(
-        "def gate(x, gate):\n    return x * gate + 0.1\n"
-    )
-    toy.edit("op", '"torch", "neuralops_toy.torch_impl:gate"', '"torch", "neuralops_toy.wrong:gate"')
+    toy.edit("op", '"torch", torch_impl.gate', '"torch", lambda x, gate: x * gate + 0.1')
     result = toy.run("parity", "--operator", "toy_gate", "--device", "cpu", "--out", "out")
     assert result.code == 1
     for dtype in ("fp64", "fp32", "fp16", "bf16"):

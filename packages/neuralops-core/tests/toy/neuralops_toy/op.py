@@ -9,6 +9,7 @@ import torch
 from neuralops.core.operator import Arguments, Implementation, Operator, Sample, Workload
 from neuralops.core.suitability import triton_reasons
 from neuralops.core.testing import uniform
+from neuralops_toy import torch_impl, triton_impl
 
 
 def _inputs(length: int) -> Callable[[torch.device, torch.dtype, torch.Generator], Arguments]:
@@ -31,9 +32,9 @@ OPERATOR = Operator(
     family="toy",
     function="neuralops_toy.api:toy_gate",
     implementations=(
-        Implementation("triton", "neuralops_toy.triton_impl:gate", _triton_reasons),
-        Implementation("torch", "neuralops_toy.torch_impl:gate"),
-        Implementation("reference", "neuralops_toy.torch_impl:gate", automatic=False),
+        Implementation("triton", triton_impl.gate, _triton_reasons),
+        Implementation("torch", torch_impl.gate),
+        Implementation("reference", torch_impl.gate, automatic=False),
     ),
     samples=(Sample("short", _inputs(7), length=7), Sample("long", _inputs(300), length=300)),
     workloads=tuple(

@@ -24,7 +24,6 @@ from neuralops.core.dispatch import BackendUnavailableError
 from neuralops.core.instruments.common import DTYPES, first_line, operator_failures
 from neuralops.core.instruments.contenders import prepare, tensors
 from neuralops.core.operator import Arguments, Operator, Sample, Workload
-from neuralops.core.testing.samples import make_sample
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -174,29 +173,29 @@ def _inputs(operator: Operator) -> Iterator[tuple[str, Callable[[], Arguments]]]
     for dtype in WORKLOAD_DTYPES:
         for workload in operator.workloads:
             if workload.device == "cuda":
-                yield f"{workload.label} {dtype}", _workload_maker(workload, dtype)
+                yield f"{workload.label} {dtype}", _maker(workload, dtype)
     for dtype in SAMPLE_DTYPES:
         for sample in operator.samples:
-            yield f"{sample.label} {dtype}", _sample_maker(sample, dtype)
+            yield f"{sample.label} {dtype}", _maker(sample, dtype)
 
 
-def _sample_maker(sample: Sample, dtype: str) -> Callable[[], Arguments]:
-    return lambda: make_sample(sample, CPU, DTYPES[dtype])
-
-
-def _workload_maker(workload: Workload, dtype: str) -> Callable[[], Arguments]:
-    """Make a workload's inputs without filling them, unless it has integers to be checked."""
+def _maker(source: Workload | Sample, dtype: str) -> Callable[[], Arguments]:
+    """Make inputs without filling them, unless there are integers, whose values are checked."""
 
     def make() -> Arguments:
         with FakeTensorMode():
-            shapes = workload.make(CPU, DTYPES[dtype], torch.Generator())
+            shapes = source.make(CPU, DTYPES[dtype], torch.Generator())
         leaves, _ = tree_flatten(shapes)
-        if any(isinstance(x, torch.Tensor) and not x.dtype.is_floating_point for x in leaves):
-            return workload.make(CPU, DTYPES[dtype], torch.Generator().manual_seed(0))
+        if any(isinstance(x, torch.Tensor) and not _floating(x) for x in leaves):
+            return source.make(CPU, DTYPES[dtype], torch.Generator().manual_seed(0))
         unfilled: Arguments = tree_map(_unfilled, shapes)
         return unfilled
 
     return make
+
+
+def _floating(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _unfilled(value: Any) -> Any:
