@@ -181,9 +181,9 @@ def _explanation(
     operator: Operator, requested: str | None, arguments: tuple[Any, ...]
 ) -> Explanation:
     reasons = {i.backend: tuple(i.suitability(*arguments)) for i in operator.implementations}
-    candidates = [requested] if requested else [
-        i.backend for i in operator.implementations if i.automatic
-    ]
+    candidates = (
+        [requested] if requested else [i.backend for i in operator.implementations if i.automatic]
+    )
     serving = [backend for backend in candidates if not reasons.get(backend, ("absent",))]
     return Explanation(operator.name, serving[0] if serving else None, requested, reasons)
 
@@ -216,5 +216,6 @@ def explain(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Explanat
     finally:
         _thread.explaining = False
     raise TypeError(
-        f"explain: op must be a NeuralOps operator or its name, got {op!r}, which dispatched nothing"
+        f"explain: op must be a NeuralOps operator or its name, got {op!r}, "
+        "which dispatched nothing"
     )

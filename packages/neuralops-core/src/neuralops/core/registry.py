@@ -66,13 +66,9 @@ def get_operator(name: str) -> Operator:
     if name in _entry_points():
         return _load(name)
     if name in DISTRIBUTIONS:
-        raise ValueError(
-            f"operator {name!r} is not installed: pip install {DISTRIBUTIONS[name]}"
-        )
+        raise ValueError(f"operator {name!r} is not installed: pip install {DISTRIBUTIONS[name]}")
     known = ", ".join(sorted({*_entry_points(), *DISTRIBUTIONS}))
     raise ValueError(f"unknown operator {name!r}: the known ones are {known}")
-
-
 
 
 def forget_installed() -> None:

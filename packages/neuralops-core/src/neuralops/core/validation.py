@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -133,7 +134,7 @@ def _check_boundaries(operator: str, cu_seqlens: torch.Tensor, length: int) -> N
     boundaries = cu_seqlens.tolist()
     if boundaries[0] != 0:
         raise ValueError(f"{operator}: cu_seqlens must start at 0, got {boundaries[0]}")
-    for i, (start, end) in enumerate(zip(boundaries, boundaries[1:])):
+    for i, (start, end) in enumerate(pairwise(boundaries)):
         if end < start:
             raise ValueError(
                 f"{operator}: cu_seqlens must not decrease, got {start} then {end} "

@@ -65,9 +65,7 @@ def measure(actual: torch.Tensor, reference: torch.Tensor) -> tuple[float, float
         ValueError: the shapes differ.
     """
     if actual.shape != reference.shape:
-        raise ValueError(
-            f"shapes differ: {tuple(actual.shape)} against {tuple(reference.shape)}"
-        )
+        raise ValueError(f"shapes differ: {tuple(actual.shape)} against {tuple(reference.shape)}")
     if reference.numel() == 0:
         return 0.0, 0.0
     wide = torch.complex128 if reference.is_complex() else torch.float64
@@ -82,8 +80,6 @@ def measure(actual: torch.Tensor, reference: torch.Tensor) -> tuple[float, float
     return float(rms), float(difference.max() / reference.abs().max())
 
 
-def compare(
-    quantity: str, actual: torch.Tensor, reference: torch.Tensor, bound: float
-) -> Error:
+def compare(quantity: str, actual: torch.Tensor, reference: torch.Tensor, bound: float) -> Error:
     """Return the error of ``actual`` against ``reference``, to be held against ``bound``."""
     return Error(quantity, *measure(actual, reference), bound)

@@ -284,9 +284,7 @@ def forward_kernel(
                     tl.store(clipped + o_bits, b_bits.to(tl.uint8), mask=m_bits)
                     b_bits = tl.zeros((LANES, BLOCK_D), tl.int32)
             row = ((L - 1 - (t + u)) if REVERSE else (t + u)).to(tl.int64)
-            tl.store(
-                p_h + row[:, None] * D + o_d[None, :], b_h.to(h.dtype.element_ty), mask=mask
-            )
+            tl.store(p_h + row[:, None] * D + o_d[None, :], b_h.to(h.dtype.element_ty), mask=mask)
             if PACKED:
                 ids, _, last = _segment(segment_ids, row, valid, L, REVERSE)
                 o_state = ids.to(tl.int64)[:, None] * D + o_d[None, :]
@@ -390,9 +388,7 @@ def backward_parts_kernel(
                 b_shift, b_scale = b_shift * _inside(b_bits, u), b_scale * _inside(b_bits, u)
             b_shift, b_scale = b_f * b_shift, b_f * b_scale
     one, zero = tl.zeros_like(b_scale) + 1.0, tl.zeros_like(b_shift)
-    b_scale, b_shift, _, _ = tl.associative_scan(
-        (b_scale, b_shift, one, zero), 0, _scan_steps
-    )
+    b_scale, b_shift, _, _ = tl.associative_scan((b_scale, b_shift, one, zero), 0, _scan_steps)
     p_steps = steps + (i_b * splits + i_part) * D + o_d
     tl.store(p_steps, _last_lane(b_scale, LANES), mask=m_d)
     tl.store(p_steps + B.to(tl.int64) * splits * D, _last_lane(b_shift, LANES), mask=m_d)
@@ -472,9 +468,7 @@ def backward_kernel(
                 b_shift, b_scale = b_shift * _inside(b_bits, u), b_scale * _inside(b_bits, u)
             b_shift, b_scale = b_f * b_shift, b_f * b_scale
         one, zero = tl.zeros_like(b_scale) + 1.0, tl.zeros_like(b_shift)
-        _, _, b_scale, b_shift = tl.associative_scan(
-            (b_scale, b_shift, one, zero), 0, _scan_steps
-        )
+        _, _, b_scale, b_shift = tl.associative_scan((b_scale, b_shift, one, zero), 0, _scan_steps)
         b_enter = b_scale * b_entering[None, :] + b_shift
 
         for u in tl.static_range(RUN - 1, -1, -1):

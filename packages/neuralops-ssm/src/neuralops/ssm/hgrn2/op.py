@@ -39,7 +39,7 @@ def _inputs(
     """A maker of inputs: gates mostly near 1, and exactly 0, exactly 1 here and there."""
 
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
-        batch, length, channels = shape
+        channels = shape[-1]
         f = torch.rand(shape, generator=generator) ** 0.2
         f = f.masked_fill(torch.rand(shape, generator=generator) < 0.01, 0.0)
         f = f.masked_fill(torch.rand(shape, generator=generator) < 0.01, 1.0)
@@ -119,7 +119,9 @@ OPERATOR = Operator(
         _sample("L2000", (2, 2000, 19), states=2),
         _sample("L2000 clipped", (1, 2000, 64), states=1, res_clip=0.7),
         _sample("L4096 D2048", (1, 4096, 2048), states=1),
-        _sample("L4096 packed", (1, 4096, 64), states=6, cu_seqlens=(0, 9, 9, 999, 1000, 3000, 4000)),
+        _sample(
+            "L4096 packed", (1, 4096, 64), states=6, cu_seqlens=(0, 9, 9, 999, 1000, 3000, 4000)
+        ),
         _sample("L32768", (1, 32768, 64), states=1, log_decay=True),
         _sample("L32768 clipped reverse", (1, 32768, 19), states=1, res_clip=0.7, reverse=True),
         _sample("L32768 D2048", (1, 32768, 2048)),

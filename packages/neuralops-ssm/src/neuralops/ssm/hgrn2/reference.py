@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from neuralops.core.precision import state_dtype
@@ -35,7 +37,7 @@ def scan(
 
     boundaries = cu_seqlens.tolist()
     outputs, states = [], []
-    for i, (start, end) in enumerate(zip(boundaries, boundaries[1:])):
+    for i, (start, end) in enumerate(pairwise(boundaries)):
         first = None if initial_state is None else initial_state[i : i + 1].to(dtype)
         h, state = _sequence(gate[:, start:end], value[:, start:end], first, clip, reverse)
         outputs.append(h)

@@ -70,9 +70,7 @@ class _Scan(torch.autograd.Function):
         log_decay: bool,
         reverse: bool,
     ) -> Any:
-        return _forward_op(
-            f, iv, initial_state, segment_ids, segments, clip, log_decay, reverse
-        )
+        return _forward_op(f, iv, initial_state, segment_ids, segments, clip, log_decay, reverse)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

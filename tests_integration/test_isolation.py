@@ -1,0 +1,99 @@
+"""One family alone, without its siblings and without Triton."""
+
+import pytest
+
+FAMILIES = ("attn", "lowrank", "ssm")
+
+
+def test_core_and_ssm_alone(environment, wheels):
+    environment.install("--find-links", str(wheels), "neuralops-ssm")
+    installed = environment.check(
+        "from importlib.metadata import distributions\n"
+        "print(*sorted(d.name for d in distributions() if d.name.startswith('neuralops')))"
+    )
+    assert installed == "neuralops-core neuralops-ssm"
+    done = environment.run("-c", "import neuralops.attn")
+    assert "No module named 'neuralops.attn'" in done.stderr
+    done = environment.run(
+        "-c", "import neuralops.core; neuralops.core.get_operator('linear_attn')"
+    )
+    assert "operator 'linear_attn' is not installed: pip install neuralops-attn" in done.stderr
+    printed = environment.check(
+        "import torch, neuralops.core\n"
+        "from neuralops.ssm import hgrn2_scan\n"
+        "f = torch.rand(1, 9, 2, requires_grad=True)\n"
+        "hgrn2_scan(f, f).sum().backward()\n"
+        "print(*neuralops.core.operators(), neuralops.core.explain('hgrn2_scan', f, f).backend)"
+    )
+    assert printed == "hgrn2_scan torch"
+
+
+def test_importing_is_light(environment, wheels):
+    environment.install("--find-links", str(wheels), "neuralops-ssm")
+    code = (
+        "import sys, time, torch\n"
+        "before = set(sys.modules)\n"
+        "start = time.perf_counter()\n"
+        "import neuralops.ssm\n"
+        "spent = time.perf_counter() - start\n"
+        "heavy = {'triton', 'rich', 'matplotlib', 'numpy', 'torch._dynamo', 'torch._inductor'}\n"
+        "assert not heavy & (set(sys.modules) - before), heavy & set(sys.modules)\n"
+        "print(spent * 1e3)"
+    )
+    milliseconds = min(float(environment.check(code)) for _ in range(5))
+    assert milliseconds < 60
+
+
+def test_without_triton(environment, wheels):
+    environment.install("--find-links", str(wheels), "neuralops-ssm")
+    printed = environment.check(
+        "import sys; sys.modules['triton'] = None\n"
+        "import importlib.util as util; real = util.find_spec\n"
+        "util.find_spec = lambda name, *a: None if name == 'triton' else real(name, *a)\n"
+        "import torch, neuralops.core\n"
+        "from neuralops.ssm import hgrn2_scan\n"
+        "f = torch.rand(1, 9, 2, requires_grad=True)\n"
+        "hgrn2_scan(f, f).sum().backward()\n"
+        "print(neuralops.core.explain(hgrn2_scan, f, f))"
+    )
+    assert "runs on torch" in printed
+    assert "Triton is not installed: pip install" in printed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_installs_alone(environment, wheels, family):
+    environment.install("--find-links", str(wheels), f"neuralops-{family}")
+    others = [other for other in FAMILIES if other != family]
+    code = f"import importlib, neuralops.{family}\nfor other in {others!r}:\n"
+    code += "    try: importlib.import_module('neuralops.' + other)\n"
+    code += "    except ModuleNotFoundError: print(other)"
+    assert environment.check(code).split() == others
+
+
+def test_families_in_different_folders(environment, wheels, tmp_path):
+    environment.install("--find-links", str(wheels), "neuralops-core")
+    elsewhere = tmp_path / "elsewhere"
+    environment.install(
+        "--find-links", str(wheels), "--no-deps", "--target", str(elsewhere), "neuralops-ssm"
+    )
+    code = "import neuralops.core; print(*neuralops.core.operators())"
+    assert environment.check(code) == ""
+    assert environment.check(code, PYTHONPATH=str(elsewhere)) == "hgrn2_scan"
+
+
+def test_the_reference_package_in_the_same_environment(environment, wheels):
+    environment.install("--find-links", str(wheels), "neuralops-ssm")
+    (environment.site / "neuralops" / "__init__.py").write_text("")
+    done = environment.run("-c", "import neuralops.ssm")
+    assert done.returncode == 1
+    for line in (
+        "ImportError: the distribution 'neuralops'",
+        "pip uninstall neuralops neuralops-core",
+        "pip install --force-reinstall neuralops-core",
+    ):
+        assert line in done.stderr
+
+
+def test_the_console_script(environment, wheels):
+    environment.install("--find-links", str(wheels), "neuralops-core")
+    assert (environment.python.parent / "neuralops").exists()

@@ -1,0 +1,68 @@
+"""What only the built wheels show."""
+
+import re
+import sys
+import zipfile
+from email.parser import Parser
+
+import pytest
+from conftest import PACKAGES, ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+
+def open_wheel(wheels, package):
+    (path,) = wheels.glob(f"neuralops_{package}-*.whl")
+    return zipfile.ZipFile(path)
+
+
+def metadata(wheel):
+    (name,) = [n for n in wheel.namelist() if n.endswith(".dist-info/METADATA")]
+    return Parser().parsestr(wheel.read(name).decode())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_contents(wheels, package):
+    with open_wheel(wheels, package) as wheel:
+        names = wheel.namelist()
+        assert "neuralops/__init__.py" not in names, "neuralops is a namespace"
+        assert f"neuralops/{package}/__init__.py" in names
+        assert f"neuralops/{package}/py.typed" in names
+        assert any(name.endswith("licenses/LICENSE") for name in names)
+        stray = [n for n in names if not n.startswith((f"neuralops/{package}/", "neuralops_"))]
+        assert stray == []
+        assert not any("tests" in name.split("/") for name in names)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_metadata(wheels, package):
+    project = tomllib.loads(
+        (ROOT / "packages" / f"neuralops-{package}" / "pyproject.toml").read_text()
+    )["project"]
+    with open_wheel(wheels, package) as wheel:
+        found = metadata(wheel)
+        source = wheel.read(f"neuralops/{package}/__init__.py").decode()
+    assert found["Version"] == project["version"]
+    assert f'__version__ = "{project["version"]}"' in source
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found["Requires-Python"] == ">=3.10"
+    needed = {r.replace(" ", "") for r in found.get_all("Requires-Dist") if "extra" not in r}
+    expected = {"torch>=2.11"} | (set() if package == "core" else {"neuralops-core<0.2,>=0.1"})
+    assert needed == expected
+
+
+def test_dependencies_point_one_way():
+    for package in PACKAGES:
+        others = [p for p in PACKAGES if p not in (package, "core")]
+        pattern = re.compile(rf"^\s*(?:from|import) neuralops\.({'|'.join(others)})\b", re.M)
+        for path in (ROOT / "packages" / f"neuralops-{package}" / "src").rglob("*.py"):
+            assert not pattern.search(path.read_text()), path
+
+
+def test_the_top_level_holds_nothing_else():
+    allowed = {"LICENSE", "README.md", "docs", "noxfile.py", "packages", "pyproject.toml"}
+    allowed |= {"tests_integration", "dist", "__pycache__", "demo_output"}
+    assert {p.name for p in ROOT.iterdir() if not p.name.startswith(".")} <= allowed
