@@ -98,12 +98,15 @@ def install_wheels(session: nox.Session, *requirements: str) -> None:
     session.install("--quiet", "--no-index", "--find-links", str(DIST), *requirements)
 
 
-def run_pytest(session: nox.Session, *arguments: str, **environment: str) -> None:
+def run_pytest(
+    session: nox.Session, *arguments: str, none_is_fine: bool = False, **environment: str
+) -> None:
     """Run pytest on installed packages, with the repository's settings."""
     session.run(
         "python", "-P" if sys.version_info >= (3, 11) else "-I", "-m", "pytest",
         "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-q", *arguments,
         env={**environment, "PYTHONPATH": "", "TRITON_DEFAULT_FP_FUSION": "1"},
+        success_codes=[0, 5] if none_is_fine else [0],
     )  # fmt: skip
 
 
@@ -139,7 +142,7 @@ def tests(session: nox.Session) -> None:
         run_pytest(session, folder)
         if not gpu:
             session.log("Triton's kernels of neuralops-%s, interpreted", package)
-            run_pytest(session, folder, "-m", "triton or core_only", TRITON_INTERPRET="1")
+            run_pytest(session, folder, "-m", "triton", none_is_fine=True, TRITON_INTERPRET="1")
     if "integration" in chosen:
         install_wheels(session, *(f"neuralops-{package}" for package in PACKAGES))
         run_pytest(session, str(ROOT / "tests_integration"), NEURALOPS_WHEELS=str(DIST))
