@@ -4,14 +4,17 @@ import re
 import sys
 import zipfile
 from email.parser import Parser
+from pathlib import Path
 
 import pytest
-from conftest import PACKAGES, ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("core", "attn", "lowrank", "ssm")
 
 
 def open_wheel(wheels, package):
