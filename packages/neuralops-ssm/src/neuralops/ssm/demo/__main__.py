@@ -14,7 +14,7 @@ import torch
 from neuralops.ssm.demo import DemoError
 from neuralops.ssm.demo.mixers import MIXERS
 
-STEPS = 1500
+STEPS = 1400
 EXTRA = ("matplotlib", "rich")
 LARGEST_SEED = 2**31 - 1
 
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path("demo_output"), help="the folder for what it writes")
     add("--batch", type=_positive, default=16, help="windows in a step")
     add("--length", type=_positive, default=256, help="bytes in a window")
-    add("--learning-rate", type=_rate, default=5e-3, help="of AdamW; Muon's follows it")
+    add("--learning-rate", type=_rate, default=8e-3, help="of AdamW; Muon's follows it")
     add("--prompt", default="def read_", help="what the generated text begins with")
     add("--fresh", action="store_true", help="start anew although there is a checkpoint")
     return parser

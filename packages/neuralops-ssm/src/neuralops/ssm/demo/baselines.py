@@ -41,6 +41,8 @@ class ByteModel:
             torch.bincount(_codes(text, k).flatten(), minlength=BYTES ** (k + 1)).view(-1, BYTES)
             for k in range(order + 1)
         ]
+        self.totals = [counts.sum(1) for counts in self.counts]
+        self.followers = [(counts > 0).sum(1) for counts in self.counts]
 
     def probabilities(self, text: Tensor) -> Tensor:
         """Return the probability of each byte of ``text (N,)``, in float64.
@@ -53,8 +55,8 @@ class ByteModel:
                 break
             code = _codes(text, k)
             context = code // BYTES
-            total = counts.sum(1)[context]
-            different = (counts > 0).sum(1)[context]
+            total = self.totals[k][context]
+            different = self.followers[k][context]
             count = counts.flatten()[code]
             known = total > 0
             mixed = (count + different * probability[k:]) / (total + different).clamp(min=1)

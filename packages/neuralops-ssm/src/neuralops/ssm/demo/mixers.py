@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from neuralops.core import explain
+from neuralops.core import Explanation, explain
 from neuralops.ssm import hgrn2_scan, hgrn2_step
 
 Tensor = torch.Tensor
@@ -43,8 +43,8 @@ class Mixer(nn.Module, ABC):
         """Mix one token ``x (B, width)``."""
 
     @abstractmethod
-    def backend(self, x: Tensor) -> str:
-        """Name the backend on which the operator would run for ``x (B, L, width)``."""
+    def explain(self, x: Tensor) -> Explanation:
+        """Tell on which backend the operator would run for ``x (B, L, width)``."""
 
 
 class ShortConv(nn.Module):
@@ -95,23 +95,27 @@ class HGRN2Mixer(Mixer):
         nn.init.normal_(self.leave.weight, std=0.02)
 
     def initial_state(self, batch: int) -> State:
+        """Return the convolution's past and the recurrence's state, both zero."""
         return self.conv.initial_state(batch), self.forget_bias.new_zeros(batch, self.channels)
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """Mix a whole sequence ``x (B, L, width)``."""
         x, before = self.conv(x, state[0])
         f, iv, gate = self._enter(x)
         h, hidden = hgrn2_scan(f, iv, initial_state=state[1], return_final_state=True)
         return self._leave(h, gate), (before, hidden)
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """Mix one token ``x (B, width)``."""
         x, before = self.conv(x.unsqueeze(1), state[0])
         f, iv, gate = self._enter(x.squeeze(1))
         h, hidden = hgrn2_step(f, iv, state[1])
         return self._leave(h, gate), (before, hidden)
 
-    def backend(self, x: Tensor) -> str:
+    def explain(self, x: Tensor) -> Explanation:
+        """Tell on which backend :func:`neuralops.ssm.hgrn2_scan` would run."""
         f, iv, _ = self._enter(x)
-        return str(explain(hgrn2_scan, f, iv).backend)
+        return explain(hgrn2_scan, f, iv)
 
     def _enter(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         f, i, gate = self.enter(x).chunk(3, -1)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from neuralops.core import Explanation
 from neuralops.ssm.demo.mixers import MIXERS, State
 
 Tensor = torch.Tensor
@@ -23,6 +24,7 @@ class GatedMLP(nn.Module):
         nn.init.normal_(self.leave.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map ``x (..., width)`` to the same shape."""
         value, gate = self.enter(x).chunk(2, -1)
         leave: Tensor = self.leave(value * functional.silu(gate))
         return leave
@@ -39,6 +41,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(width)
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """Map a whole sequence ``x (B, L, width)``."""
         mixed, state = self.mixer(self.mixer_norm(x), state)
         return self._mlp(x + mixed), state
 
@@ -99,10 +102,10 @@ class LanguageModel(nn.Module):
             after.append(leaving)
         return self.head(self.norm(x)), after
 
-    def backend(self, batch: int, length: int) -> str:
-        """Name the backend on which the mixer runs for texts of this shape."""
+    def explain(self, batch: int, length: int) -> Explanation:
+        """Tell on which backend the mixer's operator runs for texts of this shape."""
         x = self.head.weight.new_zeros(batch, length, self.head.in_features)
-        return self._blocks()[0].mixer.backend(x)
+        return self._blocks()[0].mixer.explain(x)
 
     def _blocks(self) -> list[Block]:
         return [block for block in self.blocks if isinstance(block, Block)]

@@ -109,7 +109,7 @@ class TrainingProgress:
             self._step % every == 0 or self._step == self._steps or self._trained == 1
         ):
             line = f"step {self._step}/{self._steps}  {figures}  {self._seconds:.0f} s"
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._console.print(line, soft_wrap=True)
 
 
 def comparison(
@@ -172,7 +172,7 @@ def plot(
     axes.axhline(baseline, color="tab:gray", linestyle="--", label="order 2, interpolated")
     axes.set_xlabel("step")
     axes.set_ylabel("bits per byte")
-    axes.set_ylim(bottom=max(0.0, math.floor(2 * min(bits)) / 2), top=min(8.0, max(bits)))
+    axes.set_ylim(bottom=math.floor(2 * min(bits)) / 2, top=8.25)
     axes.grid(alpha=0.3)
     axes.legend()
     try:

@@ -14,7 +14,6 @@ from types import FrameType
 import torch
 from rich.console import Console
 
-from neuralops.core import BackendUnavailableError
 from neuralops.ssm.demo import DemoError
 from neuralops.ssm.demo import text as texts
 from neuralops.ssm.demo.baselines import ByteModel
@@ -71,7 +70,7 @@ def run(options: Options) -> int:
     Raises:
         DemoError: something the user can mend.
     """
-    console = Console()
+    console = Console(highlight=False)
     _prepare(options.out)
     checkpoint, picture = options.out / "checkpoint.pt", options.out / "loss.png"
     text = texts.load_text(texts.standard_library())
@@ -90,9 +89,12 @@ def run(options: Options) -> int:
             f"than a batch of {options.batch}: lower --batch or --length"
         )
     try:
-        backend = trainer.model.backend(options.batch, options.length)
-    except (BackendUnavailableError, ValueError) as error:
+        explanation = trainer.model.explain(options.batch, options.length)
+    except ValueError as error:
         raise DemoError(str(error)) from error
+    backend = explanation.backend
+    if backend is None:
+        raise DemoError(str(explanation))
 
     parameters = sum(p.numel() for p in trainer.model.parameters())
     console.print(

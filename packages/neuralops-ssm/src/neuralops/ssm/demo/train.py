@@ -20,9 +20,9 @@ from neuralops.ssm.demo.text import SEPARATOR, Windows
 Tensor = torch.Tensor
 
 WIDTH, HIDDEN, LAYERS = 128, 256, 2
-MATRIX_RATE = 2.5
+MATRIX_RATE = 1.25
 WARM_UP = 20
-COOL_DOWN = 0.3
+COOL_DOWN = 0.5
 IGNORED = -100
 
 
