@@ -42,9 +42,7 @@ def test_all_compiles_every_configuration(toy) -> None:
 @pytest.mark.parametrize(
     ("target", "block", "options"), [("sm_90", 8192, {"maxnreg": 32}), ("gfx942", 65536, {})]
 )
-def test_a_kernel_that_spills_fails(
-    toy, target: str, block: int, options: dict[str, int]
-) -> None:
+def test_a_kernel_that_spills_fails(toy, target: str, block: int, options: dict[str, int]) -> None:
     toy.edit("triton_impl", "BLOCK = 128", f"BLOCK = {block}")
     toy.edit("triton_impl", "OPTIONS: dict[str, int] = {}", f"OPTIONS = {options}")
     result = toy.run("compile_gate", "--operator", "toy_gate", "--target", target)

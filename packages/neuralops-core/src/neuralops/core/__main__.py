@@ -34,10 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         code: int = INSTRUMENTS[options.command].run(options)
-        return code
     except UsageError as error:
         print(f"neuralops {options.command}: error: {error}", file=sys.stderr)
         return 2
+    return code
 
 
 if __name__ == "__main__":

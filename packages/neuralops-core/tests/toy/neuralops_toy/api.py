@@ -9,9 +9,7 @@ from neuralops.core.validation import check_shape, check_tensor
 from neuralops_toy.op import OPERATOR
 
 
-def toy_gate(
-    x: torch.Tensor, gate: torch.Tensor, *, backend: str | None = None
-) -> torch.Tensor:
+def toy_gate(x: torch.Tensor, gate: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
     """Return ``x * gate``."""
     check_tensor("toy_gate", "x", x, rank=2, layout="(L, D)")
     check_shape("toy_gate", "gate", gate, x.shape, "(L, D) like x")

@@ -97,9 +97,7 @@ def _device(asked: str | None) -> torch.device:
     return torch.device("cuda" if present and asked != "cpu" else "cpu")
 
 
-def _workloads(
-    operator: Operator, shapes: Sequence[str], device: torch.device
-) -> list[Workload]:
+def _workloads(operator: Operator, shapes: Sequence[str], device: torch.device) -> list[Workload]:
     fitting = [w for w in operator.workloads if w.device == device.type]
     if not fitting:
         raise UsageError(f"{operator.name} declares no workload for {device.type}")

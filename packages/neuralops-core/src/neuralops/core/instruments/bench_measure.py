@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Record:
 class _Entrant:
     record: Record
     function: Callable[..., Any]
-    gradients: tuple[torch.Tensor, ...] | None = None
+    gradients: tuple[torch.Tensor, ...] = ()
     backward: bool = False
 
 
@@ -175,9 +176,7 @@ def _forward(entrant: _Entrant, task: Task) -> Callable[[], object]:
 
 
 def _both(entrant: _Entrant, task: Task) -> Callable[[], object]:
-    gradients = entrant.gradients
-    assert gradients is not None
-    return lambda: task.both(entrant.function, gradients)
+    return lambda: task.both(entrant.function, entrant.gradients)
 
 
 def _count(entrant: _Entrant, task: Task, device: torch.device) -> None:
@@ -213,18 +212,14 @@ def _measure_errors(operator: Operator, entrants: Sequence[_Entrant], task: Task
             record.error_gradient = max(measure(found[n], gradients[n])[0] for n in found)
 
 
-def host_times(
-    operator: Operator, task: Task, plan: Plan
-) -> dict[str, float]:
+def host_times(operator: Operator, task: Task, plan: Plan) -> dict[str, float]:
     """Return the host microseconds of a forward call of each contender that can make it."""
     times = {}
     for contender in contenders(operator, task, plan.backends, plan.peers):
         try:
             function = contender.load()
             task.forward(function)
-            times[contender.name] = host_microseconds(
-                lambda call=function: task.forward(call), plan.device  # type: ignore[misc]
-            )
+            times[contender.name] = host_microseconds(partial(task.forward, function), plan.device)
         except operator_failures():
             continue
     return times

@@ -15,6 +15,13 @@ COLUMNS = (
     "shape", "dtype", "who", "fwd ms", "floor", "GB/s", "fwd+bwd ms", "floor", "GB/s",
     "times ours", "peak MiB", "launches", "cold s", "host us",
 )  # fmt: skip
+WORDS = {
+    "absent": "absent",
+    "forward": "FAIL",
+    "backward": "no backward",
+    "cold": "cold FAIL",
+    "precision": "",
+}
 QUANTITIES = {
     "forward": ("forward_ms", "floor_forward_ms"),
     "forward + backward": ("both_ms", "floor_both_ms"),
@@ -28,7 +35,7 @@ def summary(records: Sequence[Record], title: str, note: str) -> Table:
         title,
         (*COLUMNS, *(("error out / grad",) if precision else ()), ""),
         text_columns=3,
-        note=note,
+        note="\n".join([note, *problems(records)]),
     )
     for record in records:
         ours = next(
@@ -36,7 +43,7 @@ def summary(records: Sequence[Record], title: str, note: str) -> Table:
             if (r.shape, r.dtype, r.peer) == (record.shape, record.dtype, False)
         )  # fmt: skip
         table.add(*_cells(record, ours, precision))
-    return table
+    return table.without_empty_columns()
 
 
 def _cells(record: Record, ours: Record, precision: bool) -> list[str]:
@@ -58,8 +65,22 @@ def _cells(record: Record, ours: Record, precision: bool) -> list[str]:
         "" if record.cold_seconds is None else f"{record.cold_seconds:.1f}",
         "" if record.host_us is None else f"{record.host_us:.0f}",
         *([_pair(_error(record.error_output), _error(record.error_gradient))] if precision else []),
-        "; ".join(f"{what}: {why}" for what, why in record.problems.items()),
+        next((WORDS[what] for what in record.problems), ""),
     ]  # fmt: skip
+
+
+def problems(records: Sequence[Record]) -> list[str]:
+    """Return a line for each problem, with the shapes that have it."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for record in records:
+        for what, why in record.problems.items():
+            found.setdefault((record.contender, what, why), []).append(record.shape)
+    total = len(unique(record.shape for record in records))
+    return [
+        f"{name}, {what}, {'every shape' if len(unique(shapes)) == total else '; '.join(shapes)}: "
+        f"{why}"
+        for (name, what, why), shapes in found.items()
+    ]
 
 
 def _number(value: float | None) -> str:

@@ -47,14 +47,17 @@ EXPLANATION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
+    # fmt: off
     parser.add_argument("--package", action="append", default=[], metavar="FAMILY",
-                        help="only this family (ssm, attn, ...); may be repeated")  # fmt: skip
+                        help="only this family (ssm, attn, ...); may be repeated")
     parser.add_argument("--operator", action="append", default=[], help="only this operator")
     parser.add_argument("--device", action="append", choices=("cpu", "gpu"), default=[],
-                        help="only this device; default: both")  # fmt: skip
-    parser.add_argument("--dtype", action="append", choices=tuple(DTYPES), default=[])
+                        help="only this device; default: both")
+    parser.add_argument("--dtype", action="append", choices=tuple(DTYPES), default=[],
+                        help="only this dtype; default: all that a backend is measured in")
     parser.add_argument("--out", type=Path, default=Path("build/parity"), metavar="FOLDER",
-                        help="where parity.json and parity.md go (default: %(default)s)")  # fmt: skip
+                        help="where parity.json and parity.md go (default: %(default)s)")
+    # fmt: on
 
 
 @dataclass(frozen=True)

@@ -125,11 +125,10 @@ def measure_in_child(operator: Operator, half: Half, dtypes: Sequence[str]) -> I
         stderr=subprocess.PIPE,
         text=True,
     ) as child:
-        assert child.stdout is not None and child.stderr is not None
-        for line in child.stdout:
+        for line in child.stdout or ():
             if line.startswith("{"):
                 yield Measured(**json.loads(line))
-        complaint = child.stderr.read().strip()
+        complaint = child.stderr.read().strip() if child.stderr else ""
     if child.returncode != 0:
         raise RuntimeError(
             f"the interpreter's process ended with {child.returncode}: {complaint[-2000:]}"

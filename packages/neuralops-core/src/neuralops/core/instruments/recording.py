@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import driver
 
-import triton
 from neuralops.core import suitability
 from neuralops.core.dispatch import BackendUnavailableError
 from neuralops.core.instruments.common import DTYPES, first_line, operator_failures
 from neuralops.core.instruments.contenders import prepare, tensors
 from neuralops.core.operator import Arguments, Operator, Sample, Workload
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime import driver
 
 WORKLOAD_DTYPES = ("bf16", "fp16", "fp32")
 SAMPLE_DTYPES = ("fp32", "bf16", "fp16")
@@ -100,9 +100,7 @@ class _NamedDriver:
 
 
 @contextmanager
-def _recording(
-    target: GPUTarget, note: Callable[[Any, dict[str, Any]], None]
-) -> Iterator[None]:
+def _recording(target: GPUTarget, note: Callable[[Any, dict[str, Any]], None]) -> Iterator[None]:
     def hook(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:  # noqa: A002
         note(fn.jit_function, compile)
         return True

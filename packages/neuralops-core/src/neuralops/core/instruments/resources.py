@@ -49,13 +49,12 @@ def _read_cubin(asm: Any, capability: int) -> tuple[int, int]:
 
 def _spilled_bytes(ptx: str, capability: int) -> int:
     """Ask the assembler what a kernel with a stack spills: mathematical functions have one too."""
-    target = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
-    assert target is not None
+    (target,) = re.findall(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         report = _output(
-            [get_ptxas(capability).path, "-v", f"--gpu-name={target[1]}", str(source),
+            [get_ptxas(capability).path, "-v", f"--gpu-name={target}", str(source),
              "-o", str(source.with_suffix(".cubin"))]
         )  # fmt: skip
     return sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))

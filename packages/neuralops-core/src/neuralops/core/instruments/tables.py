@@ -18,6 +18,7 @@ STYLES = {
     "CONFLICT": "bold red",
     "skipped": "yellow",
     "absent": "yellow",
+    "no backward": "yellow",
 }
 """How a cell that consists of one of these words looks on the screen."""
 
@@ -26,7 +27,7 @@ STYLES = {
 class Table:
     """A titled table of strings; the first ``text_columns`` columns are aligned to the left.
 
-    A row may be marked with a style of rich's by ``styles``, by its index.
+    ``note`` stands below it.
     """
 
     title: str
@@ -40,6 +41,17 @@ class Table:
         if len(cells) != len(self.columns):
             raise ValueError(f"a row of {self.title} has {len(self.columns)} cells: {cells}")
         self.rows.append(cells)
+
+    def without_empty_columns(self) -> Table:
+        """Return the table without the columns in which no row says anything."""
+        kept = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows)]
+        return Table(
+            self.title,
+            [self.columns[i] for i in kept],
+            sum(i < self.text_columns for i in kept),
+            [tuple(row[i] for i in kept) for row in self.rows],
+            self.note,
+        )
 
     def show(self) -> None:
         """Print the table, with rich where it is installed."""
@@ -56,11 +68,9 @@ class Table:
 
         table = RichTable(
             title=self.title,
-            caption=self.note or None,
             box=box.ROUNDED,
             title_style="bold",
             title_justify="left",
-            caption_justify="left",
             header_style="bold cyan",
         )
         for i, column in enumerate(self.columns):
@@ -74,10 +84,12 @@ class Table:
         if not console.is_terminal:
             console = Console(width=200)
         console.print(table)
+        if self.note:
+            console.print(Text(self.note))
 
     def plain(self) -> str:
         """Return the table as plain text."""
-        cells = [tuple(self.columns), *self.rows]
+        cells = [tuple(self.columns), *(tuple(c.replace("\n", "; ") for c in r) for r in self.rows)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
         lines = [self.title, "-" * len(self.title)]
         lines += [
@@ -93,8 +105,12 @@ class Table:
         """Return the table as Markdown."""
         rule = ["---" if i < self.text_columns else "---:" for i in range(len(self.columns))]
         rows = [self.columns, rule, *self.rows]
-        lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-        return "\n".join([*lines, *(["", self.note] if self.note else []), ""])
+        lines = [
+            "| " + " | ".join(cell.replace("|", "\\|").replace("\n", "<br>") for cell in row) + " |"
+            for row in rows
+        ]
+        note = self.note.replace("\n", "\n\n")
+        return "\n".join([*lines, *(["", note] if note else []), ""])
 
 
 def progress_bar() -> AbstractContextManager[Progress]:
