@@ -21,6 +21,7 @@ PACKAGES = ("core", "attn", "lowrank", "ssm")
 FAMILIES = PACKAGES[1:]
 
 TORCH = "torch==2.13.0"
+OLDEST_TORCH = "torch==2.11.0"
 TRITON = "triton==3.6.0"
 TEST_TOOLS = (
     "hypothesis==6.170.17",
@@ -49,32 +50,32 @@ def has_gpu(session: nox.Session) -> bool:
     return session.run("python", "-c", code, silent=True).strip() == "True"
 
 
-def shared_site(session: nox.Session) -> Path:
+def shared_site(session: nox.Session, torch: str) -> Path:
     """Return the site-packages that hold torch, Triton and the test tools, installing them once."""
     found = importlib.util.find_spec("torch")
     if found is not None and found.origin is not None:
         return Path(found.origin).parents[1]
-    home = Path(session.cache_dir) / f"torch-{sys.version_info[0]}.{sys.version_info[1]}"
+    home = Path(session.cache_dir) / f"{torch}-python{sys.version_info[0]}.{sys.version_info[1]}"
     python = home / ("Scripts" if sys.platform == "win32" else "bin") / "python"
     done = home / "installed"
-    wanted = "\n".join((TORCH, TRITON, *TEST_TOOLS))
+    wanted = "\n".join((torch, TRITON, *TEST_TOOLS))
     if not done.exists() or done.read_text() != wanted:
         shutil.rmtree(home, ignore_errors=True)
         session.run(sys.executable, "-m", "venv", str(home), external=True)
         triton = [TRITON] if sys.platform == "linux" else []
         run = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        session.run(*run, TORCH, external=True)
-        session.run(*run, TORCH, *triton, *TEST_TOOLS, external=True)
+        session.run(*run, torch, external=True)
+        session.run(*run, torch, *triton, *TEST_TOOLS, external=True)
         done.write_text(wanted)
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     return Path(session.run(str(python), "-c", code, external=True, silent=True).strip())
 
 
-def share(session: nox.Session) -> None:
+def share(session: nox.Session, torch: str = TORCH) -> None:
     """Let the session's environment see the shared site-packages."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     own = Path(session.run("python", "-c", code, silent=True).strip())
-    (own / "shared.pth").write_text(f"{shared_site(session)}\n")
+    (own / "shared.pth").write_text(f"{shared_site(session, torch)}\n")
 
 
 def build_wheels(session: nox.Session, *packages: str, out: Path = DIST) -> None:
@@ -120,6 +121,15 @@ def build(session: nox.Session) -> None:
     session.log("built %s", ", ".join(sorted(path.name for path in DIST.glob("*.whl"))))
 
 
+def check_package(session: nox.Session, package: str, *, gpu: bool) -> None:
+    """Run the tests of an installed package, and its Triton kernels too where there is no GPU."""
+    folder = str(ROOT / "packages" / f"neuralops-{package}" / "tests")
+    run_pytest(session, folder)
+    if not gpu:
+        session.log("the Triton kernels of neuralops-%s, in the interpreter", package)
+        run_pytest(session, folder, "-m", "triton", none_is_fine=True, TRITON_INTERPRET="1")
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """Test each package's wheel, with only what it needs, and then what shows across packages.
@@ -138,14 +148,50 @@ def tests(session: nox.Session) -> None:
         if package not in chosen:
             continue
         install_wheels(session, f"neuralops-{package}")
-        folder = str(ROOT / "packages" / f"neuralops-{package}" / "tests")
-        run_pytest(session, folder)
-        if not gpu:
-            session.log("Triton's kernels of neuralops-%s, interpreted", package)
-            run_pytest(session, folder, "-m", "triton", none_is_fine=True, TRITON_INTERPRET="1")
+        check_package(session, package, gpu=gpu)
     if "integration" in chosen:
         install_wheels(session, *(f"neuralops-{package}" for package in PACKAGES))
         run_pytest(session, str(ROOT / "tests_integration"), NEURALOPS_WHEELS=str(DIST))
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """Test every package with the oldest torch and Triton it declares."""
+    share(session, OLDEST_TORCH)
+    build_wheels(session, *PACKAGES)
+    for package in PACKAGES:
+        install_wheels(session, f"neuralops-{package}")
+        check_package(session, package, gpu=has_gpu(session))
+
+
+@nox.session
+@nox.parametrize("core", [nox.param("oldest", id="oldest"), nox.param("newest", id="newest")])
+def cores(session: nox.Session, core: str) -> None:
+    """Test every family with the oldest and the newest core it allows.
+
+    The oldest is built from the lowest tag in the families' range; before the first release that
+    is the checkout's own.
+    """
+    share(session)
+    build_wheels(session, *PACKAGES)
+    if core == "oldest":
+        tags = session.run(
+            "git", "-C", str(ROOT), "tag", "--sort=version:refname", "--list",
+            "neuralops-core-v0.1.*", external=True, silent=True,
+        ).split()  # fmt: skip
+        if tags:
+            source = Path(session.create_tmp()) / "core.tar"
+            session.run("git", "-C", str(ROOT), "archive", "--output", str(source), tags[0],
+                        "packages/neuralops-core", external=True)  # fmt: skip
+            shutil.unpack_archive(source, source.parent)
+            for wheel in DIST.glob("neuralops_core-*"):
+                wheel.unlink()
+            session.run("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(DIST),
+                        str(source.parent / "packages" / "neuralops-core"))  # fmt: skip
+        session.log("core %s", tags[0] if tags else "of the checkout: nothing is released yet")
+    for family in FAMILIES:
+        install_wheels(session, f"neuralops-{family}")
+        run_pytest(session, str(ROOT / "packages" / f"neuralops-{family}" / "tests"))
 
 
 @nox.session

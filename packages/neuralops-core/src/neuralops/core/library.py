@@ -84,6 +84,6 @@ def backward_function(
                 "use backend='torch' for gradients of gradients"
             )
 
-    FusedBackward.forward = staticmethod(forward)  # type: ignore[method-assign, assignment]
+    FusedBackward.forward = staticmethod(forward)  # type: ignore[method-assign]
     apply: Callable[..., Any] = FusedBackward.apply
     return apply

@@ -8,6 +8,8 @@ from neuralops.core.testing.memory import poisoned_memory
 from neuralops.core.testing.opcheck import opcheck_calls
 from neuralops.core.testing.samples import (
     INTERPRETED_LENGTH,
+    Oracle,
+    ask_oracle,
     check_sample,
     evaluate,
     make_sample,
@@ -18,7 +20,9 @@ __all__ = [
     "INTERPRETED_LENGTH",
     "TOLERANCES",
     "Error",
+    "Oracle",
     "Tolerance",
+    "ask_oracle",
     "check_sample",
     "compare",
     "evaluate",

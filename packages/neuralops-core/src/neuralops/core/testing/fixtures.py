@@ -51,7 +51,7 @@ def samples(operator: Operator, backend: str) -> list[Sample]:
 
 def sample_matrix(operator: Operator) -> list[object]:
     """Return ``pytest.param(backend, dtype, sample)`` for every combination to test."""
-    parameters = []
+    parameters: list[object] = []
     for backend in BACKENDS:
         name = str(backend.values[0])
         for dtype in dtypes(name):

@@ -14,13 +14,10 @@ def poisoned_memory() -> Iterator[None]:
     """Fill every uninitialised tensor with NaN (integers: their largest value) in this block."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*deterministic")
             yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,6 +98,40 @@ def _convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)
 
 
+@dataclass(frozen=True)
+class Oracle:
+    """What the reference says about a sample.
+
+    Attributes:
+        results: outputs and gradients, computed in float64 on the sample's own inputs.
+        plain: the same in the sample's dtype, where the sample is ``sensitive``.
+    """
+
+    results: Mapping[str, Tensor]
+    plain: Mapping[str, Tensor]
+
+
+def ask_oracle(
+    operator: Operator,
+    sample: Sample,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int = 0,
+) -> Oracle:
+    """Run the reference on ``sample``; every backend is held against the same answer."""
+    function = operator.load()
+    arguments = make_sample(sample, device, dtype, seed)
+    constants = sample.constants
+    results = evaluate(
+        function, arguments, dtype=torch.float64, constants=constants, backend="reference"
+    )
+    if not sample.sensitive:
+        return Oracle(results, {})
+    plain = evaluate(function, arguments, constants=constants, backend="reference")
+    return Oracle(results, plain)
+
+
 def check_sample(
     operator: Operator,
     sample: Sample,
@@ -105,29 +140,23 @@ def check_sample(
     device: torch.device | str,
     dtype: torch.dtype,
     seed: int = 0,
+    oracle: Oracle | None = None,
 ) -> list[Error]:
     """Run ``sample`` on ``backend`` and return the error of each quantity against the oracle.
 
-    The oracle is the operator's reference on the same inputs in float64. Where the sample is
-    ``sensitive`` the bound is at least twice the error that the reference itself makes in
-    ``dtype``.
+    The oracle is the operator's reference on the same inputs in float64, asked here unless its
+    answer is given. Where the sample is ``sensitive`` the bound is at least twice the error that
+    the reference itself makes in ``dtype``.
     """
-    function = operator.load()
     arguments = make_sample(sample, device, dtype, seed)
-    results = evaluate(function, arguments, constants=sample.constants, backend=backend)
-    oracle = evaluate(
-        function, arguments, dtype=torch.float64, constants=sample.constants, backend="reference"
-    )
-    plain = (
-        evaluate(function, arguments, constants=sample.constants, backend="reference")
-        if sample.sensitive
-        else {}
-    )
+    results = evaluate(operator.load(), arguments, constants=sample.constants, backend=backend)
+    if oracle is None:
+        oracle = ask_oracle(operator, sample, device=device, dtype=dtype, seed=seed)
     tolerance = TOLERANCES[dtype]
     errors = []
     for name, result in results.items():
         bound = tolerance.gradient if name.startswith("grad ") else tolerance.output
-        if name in plain:
-            bound = max(bound, 2 * measure(plain[name], oracle[name])[0])
-        errors.append(compare(name, result, oracle[name], bound))
+        if name in oracle.plain:
+            bound = max(bound, 2 * measure(oracle.plain[name], oracle.results[name])[0])
+        errors.append(compare(name, result, oracle.results[name], bound))
     return errors
