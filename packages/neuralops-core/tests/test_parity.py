@@ -49,7 +49,7 @@ def test_a_wrong_torch_form_is_found_in_every_dtype(toy) -> None:
 
 
 def test_an_implementation_that_raises_is_named(toy) -> None:
-    toy.edit("torch_impl", "return x * gate", "return x.no_such_method()")
+    toy.edit("op", '"torch", torch_impl.gate', '"torch", lambda x, gate: x.no_such_method()')
     result = toy.run("parity", "--package", "toy", "--device", "cpu", "--dtype", "fp32")
     assert result.code == 1
     assert "FAIL toy_gate, cpu torch, fp32, sample 'long': raised AttributeError" in result.output

@@ -122,24 +122,41 @@ def _measure_all(operators: Sequence[Operator], halves: Sequence[Half]) -> list[
     with progress_bar() as progress:
         task = progress.add_task("parity", total=total)
         for operator in operators:
-            for half in halves:
-                progress.update(task, description=f"{operator.name} {half.execution}")
-                for one in _measure_half(operator, half):
+            for group in _groups(operator, halves):
+                name = " and ".join(half.execution for half in group)
+                progress.update(task, description=f"{operator.name} {name}")
+                for one in _measure_group(operator, group):
                     measured.append(one)
                     progress.advance(task)
     return measured
 
 
-def _measure_half(operator: Operator, half: Half) -> Iterator[Measured]:
-    if half.backend not in operator.backends:
-        return
+def _groups(operator: Operator, halves: Sequence[Half]) -> list[list[Half]]:
+    """Return the halves that run together: on one device, and the interpreter by itself."""
+    served = [half for half in halves if half.backend in operator.backends]
+    groups = [
+        [half for half in served if half.device == device and not half.interpreted]
+        for device in ("cpu", "cuda")
+    ]
+    groups.insert(1, [half for half in served if half.interpreted])
+    return [group for group in groups if group]
+
+
+def _measure_group(operator: Operator, group: Sequence[Half]) -> Iterator[Measured]:
     try:
-        yield from (measure_in_child if half.interpreted else measure)(operator, half, half.dtypes)
+        if group[0].interpreted:
+            yield from measure_in_child(operator, group[0])
+        else:
+            yield from measure(operator, group)
     except operator_failures() as failure:
-        dtypes = ", ".join(half.dtypes)
-        yield Measured(
-            operator.name, half.execution, dtypes, "every sample", failure=first_line(failure)
-        )
+        for half in group:
+            yield Measured(
+                operator.name,
+                half.execution,
+                ", ".join(half.dtypes),
+                "every sample",
+                failure=first_line(failure),
+            )
 
 
 def _unserved(measured: Sequence[Measured]) -> list[Skip]:

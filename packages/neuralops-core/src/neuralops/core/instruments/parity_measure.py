@@ -12,7 +12,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from neuralops.core.dispatch import BackendUnavailableError
@@ -25,7 +25,7 @@ from neuralops.core.instruments.common import (
 from neuralops.core.operator import Operator, Sample
 from neuralops.core.registry import get_operator
 from neuralops.core.testing.errors import LARGEST, Error
-from neuralops.core.testing.samples import INTERPRETED_LENGTH, check_sample
+from neuralops.core.testing.samples import INTERPRETED_LENGTH, Oracle, ask_oracle, check_sample
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,46 @@ def chosen_samples(operator: Operator, half: Half) -> list[Sample]:
     ]
 
 
-def measure(operator: Operator, half: Half, dtypes: Sequence[str]) -> Iterator[Measured]:
-    """Measure every sample of ``operator`` in this process."""
-    for dtype in dtypes:
-        for sample in chosen_samples(operator, half):
-            yield _measure_sample(operator, half, dtype, sample)
+def measure(operator: Operator, halves: Sequence[Half]) -> Iterator[Measured]:
+    """Measure every sample of ``operator`` in this process, on backends of one device.
+
+    The backends take turns, so that the reference is asked once for all of them.
+    """
+    for dtype in DTYPES:
+        here = [half for half in halves if dtype in half.dtypes]
+        for sample in operator.samples:
+            serving = [half for half in here if sample in chosen_samples(operator, half)]
+            if serving:
+                yield from _measure_sample(operator, serving, dtype, sample)
 
 
-def _measure_sample(operator: Operator, half: Half, dtype: str, sample: Sample) -> Measured:
+def _measure_sample(
+    operator: Operator, halves: Sequence[Half], dtype: str, sample: Sample
+) -> Iterator[Measured]:
+    device = halves[0].device
+    try:
+        oracle = ask_oracle(operator, sample, device=device, dtype=DTYPES[dtype])
+    except operator_failures() as failure:
+        reason = f"the reference: {first_line(failure)}"
+        for half in halves:
+            yield Measured(operator.name, half.execution, dtype, sample.label, failure=reason)
+        return
+    for half in halves:
+        yield _measure_half(operator, half, dtype, sample, oracle)
+
+
+def _measure_half(
+    operator: Operator, half: Half, dtype: str, sample: Sample, oracle: Oracle
+) -> Measured:
     place = (operator.name, half.execution, dtype, sample.label)
     try:
         errors = check_sample(
-            operator, sample, backend=half.backend, device=half.device, dtype=DTYPES[dtype]
+            operator,
+            sample,
+            backend=half.backend,
+            device=half.device,
+            dtype=DTYPES[dtype],
+            oracle=oracle,
         )
     except BackendUnavailableError as reasons:
         return Measured(*place, unserved=str(reasons))
@@ -111,13 +139,13 @@ def _as_dict(error: Error) -> dict[str, Any]:
     return {**asdict(error), "passed": error.passed}
 
 
-def measure_in_child(operator: Operator, half: Half, dtypes: Sequence[str]) -> Iterator[Measured]:
+def measure_in_child(operator: Operator, half: Half) -> Iterator[Measured]:
     """Measure every sample of ``operator`` in Triton's interpreter, in a child process.
 
     Raises:
         RuntimeError: the child ended before it was done.
     """
-    command = [sys.executable, "-m", __name__, operator.name, *dtypes]
+    command = [sys.executable, "-m", __name__, operator.name, *half.dtypes]
     with subprocess.Popen(
         command,
         env=child_environment(TRITON_INTERPRET="1"),
@@ -141,8 +169,9 @@ def main() -> None:
     parser.add_argument("operator")
     parser.add_argument("dtypes", nargs="+")
     options = parser.parse_args()
-    half = next(half for half in HALVES if half.interpreted)
-    for measured in measure(get_operator(options.operator), half, options.dtypes):
+    interpreted = next(half for half in HALVES if half.interpreted)
+    half = replace(interpreted, dtypes=tuple(options.dtypes))
+    for measured in measure(get_operator(options.operator), [half]):
         print(json.dumps(asdict(measured)), flush=True)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -14,8 +17,8 @@ FLUSH_BYTES = 256 * 2**20
 """Overwritten before each timed run on a GPU: several times the largest L2 cache."""
 ROUNDS = 5
 """The contenders take turns this many times, so that a drift of the clock hits all alike."""
-FEWEST, MOST = 5, 200
-"""Bounds of the number of timed runs."""
+MOST = 200
+"""The largest number of timed runs; the smallest is one in each round."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -48,8 +51,7 @@ def time_interleaved(
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(ROUNDS):
         for name, run in runs.items():
-            if len(times[name]) < max(FEWEST, turns[name] * ROUNDS):
-                times[name] += _time_turn(run, turns[name], device, flush)
+            times[name] += _time_turn(run, turns[name], device, flush)
     return {name: median(taken) for name, taken in times.items()}
 
 
@@ -117,12 +119,11 @@ def launches(run: Run, device: torch.device) -> int | None:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         run()
         synchronize(device)
-    kernels = [
-        event
-        for event in profiler.events() or []
-        if event.device_type.name == "CUDA" and not event.name.startswith(("Memcpy", "Memset"))
-    ]
-    return len(kernels) or None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return sum(event.get("cat") == "kernel" for event in events) or None
 
 
 def copy_rate(device: torch.device) -> float:
