@@ -6,7 +6,10 @@ import argparse
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true",
                         help=f"every configuration; default: {FEW} compilations an operator, "
                              "among them every kernel")
+    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), metavar="N",
+                        help="how many compile at a time (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FOLDER",
                         help="also write compile_gate.json and compile_gate.md")
     # fmt: on
@@ -99,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
         for target, recording in recordings.items():
             complaints += [f"FAIL {operator.name}, {target}: {e}" for e in recording.failures]
         chosen, distinct = _choose(operator, recordings, options.all)
-        _compile_all(chosen)
+        _compile_all(chosen, options.jobs)
         compilations += chosen
         notes.append(_coverage(operator, recordings, len(chosen), distinct))
     table = _summary(compilations, " ".join(notes))
@@ -142,53 +147,68 @@ def _choose(
     if everything:
         return waiting, distinct
     kernels: Counter[str] = Counter()
+    pairs: Counter[tuple[str, str]] = Counter()
     targets: Counter[str] = Counter()
-    keys: Counter[str] = Counter()
+    origins: Counter[str] = Counter()
+
+    def seen(c: Compilation) -> tuple[int, int, int, int]:
+        kernel, origin = c.configuration.kernel, c.configuration.origin
+        return kernels[kernel], pairs[kernel, c.target], targets[c.target], origins[origin]
+
     chosen: list[Compilation] = []
     while waiting and len(chosen) < FEW:
-        best = min(
-            waiting,
-            key=lambda c: (
-                kernels[c.configuration.kernel], targets[c.target], keys[c.configuration.origin]
-            ),
-        )  # fmt: skip
+        best = min(waiting, key=seen)
         waiting.remove(best)
         chosen.append(best)
         kernels[best.configuration.kernel] += 1
+        pairs[best.configuration.kernel, best.target] += 1
         targets[best.target] += 1
-        keys[best.configuration.origin] += 1
+        origins[best.configuration.origin] += 1
     return chosen, distinct
 
 
-def _compile_all(chosen: Sequence[Compilation]) -> None:
-    with progress_bar() as progress:
+def _compile_all(chosen: Sequence[Compilation], jobs: int) -> None:
+    """Compile in forked processes, which inherit what cannot be pickled."""
+    _inherited[:] = chosen
+    with (
+        progress_bar() as progress,
+        ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool,
+    ):
         task = progress.add_task("compiling", total=len(chosen))
-        for compilation in chosen:
+        futures = [pool.submit(_compile, i) for i in range(len(chosen))]
+        for compilation, future in zip(chosen, futures):
             kernel, target = compilation.configuration.kernel, compilation.target
             progress.update(task, description=f"{kernel} for {target}")
-            _compile(compilation)
+            try:
+                compilation.resources, compilation.faults = future.result()
+            except BrokenProcessPool:
+                compilation.faults = ["the compiler crashed, here or in one before"]
             progress.advance(task)
 
 
-def _compile(compilation: Compilation) -> None:
+_inherited: list[Compilation] = []
+
+
+def _compile(index: int) -> tuple[Resources | None, list[str]]:
     from neuralops.core.instruments.resources import read_resources
 
+    compilation = _inherited[index]
     limits = TARGETS[compilation.target]
     try:
         kernel = compilation.configuration.compile(_gpu_target(compilation.target))
     except operator_failures() as error:
-        compilation.faults.append(f"does not compile: {first_line(error)}")
-        return
+        return None, [f"does not compile: {first_line(error)}"]
     found = read_resources(kernel, limits.architecture)
-    compilation.resources = found
+    faults = []
     if found.spilled:
         unit = "bytes" if limits.backend == "cuda" else "registers"
-        compilation.faults.append(f"spills {found.spilled} {unit}")
+        faults.append(f"spills {found.spilled} {unit}")
     if found.shared_bytes > limits.shared_bytes:
-        compilation.faults.append(
+        faults.append(
             f"takes {_kibibytes(found.shared_bytes)} of shared memory, "
             f"{compilation.target} has {_kibibytes(limits.shared_bytes)}"
         )
+    return found, faults
 
 
 def _gpu_target(name: str) -> object:
