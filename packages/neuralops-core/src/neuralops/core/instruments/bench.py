@@ -78,9 +78,7 @@ def run(options: argparse.Namespace) -> int:
     table = summary(
         records,
         f"{operator.name} on {hardware}",
-        f"Floor: the bytes read and written once, at the copy rate measured, "
-        f"{plan.rate / 1e9:.0f} GB/s. Host: one forward call at a small shape. "
-        "Cold: the first forward and backward with an empty Triton cache.",
+        f"Floor: the bytes that must be moved, at the rate of a copy: {plan.rate / 1e9:.0f} GB/s.",
     )
     table.show()
     kind = "gpu" if device.type == "cuda" else "cpu"

@@ -192,24 +192,23 @@ def _count(entrant: _Entrant, task: Task, device: torch.device) -> None:
 
 def _measure_errors(operator: Operator, entrants: Sequence[_Entrant], task: Task) -> None:
     """Note the error of the output and the largest error of a gradient against float64."""
-    reference = Contender("reference", operator, backend="reference").load()
-    wide = prepare(operator, (task.args, task.kwargs), torch.float64)
     try:
+        reference = Contender("reference", operator, backend="reference").load()
+        wide = prepare(operator, (task.args, task.kwargs), torch.float64)
         outputs = wide.forward(reference)
         upstream = output_gradients(outputs)
         gradients = wide.both(reference, upstream)
+        for entrant in entrants:
+            record = entrant.record
+            actual = task.forward(entrant.function)
+            record.error_output = max(measure(a, o)[0] for a, o in zip(actual, outputs))
+            if entrant.backward:
+                narrow = tuple(g.to(a.dtype) for g, a in zip(upstream, actual))
+                found = task.both(entrant.function, narrow)
+                record.error_gradient = max(measure(found[n], gradients[n])[0] for n in found)
     except operator_failures() as error:
         for entrant in entrants:
-            entrant.record.problems["precision"] = f"the reference: {first_line(error)}"
-        return
-    for entrant in entrants:
-        record = entrant.record
-        actual = task.forward(entrant.function)
-        record.error_output = max(measure(a, o)[0] for a, o in zip(actual, outputs))
-        if entrant.backward:
-            narrow = tuple(g.to(a.dtype) for g, a in zip(upstream, actual))
-            found = task.both(entrant.function, narrow)
-            record.error_gradient = max(measure(found[n], gradients[n])[0] for n in found)
+            entrant.record.problems["precision"] = first_line(error)
 
 
 def host_times(operator: Operator, task: Task, plan: Plan) -> dict[str, float]:

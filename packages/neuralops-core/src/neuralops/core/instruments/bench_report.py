@@ -84,7 +84,9 @@ def problems(records: Sequence[Record]) -> list[str]:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+    if value is None:
+        return ""
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 def _count(value: int | None) -> str:
@@ -104,7 +106,7 @@ def _share(floor: float | None, taken: float | None) -> str:
 
 
 def _rate(moved: int | None, taken: float | None) -> str:
-    return "" if moved is None or taken is None else f"{moved / taken / 1e6:.0f}"
+    return "" if moved is None or taken is None else _number(moved / taken / 1e6)
 
 
 def _ratio(theirs: float | None, ours: float | None) -> str:

@@ -236,6 +236,8 @@ def _complaints(measured: Sequence[Measured]) -> list[str]:
 def _verdict(measured: Sequence[Measured], complaints: Sequence[str]) -> str:
     if complaints:
         return f"{len(complaints)} FAILED"
+    if not measured:
+        return "nothing was measured"
     errors = sum(len(one.errors) for one in measured)
     return f"all {errors} errors of {len(measured)} runs within their bounds"
 
