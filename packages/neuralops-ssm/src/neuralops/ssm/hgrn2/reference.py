@@ -25,7 +25,7 @@ def scan(
     The arguments are those of :func:`neuralops.ssm.hgrn2_scan`. It computes in float64 where a
     tensor is float64, in float32 otherwise.
     """
-    _, length, channels = f.shape
+    channels = f.shape[-1]
     dtype = state_dtype(f, iv, initial_state)
     gate = f.to(dtype).exp() if log_decay else f.to(dtype)
     value = iv.to(dtype)
@@ -42,7 +42,8 @@ def scan(
         h, state = _sequence(gate[:, start:end], value[:, start:end], first, clip, reverse)
         outputs.append(h)
         states.append(state)
-    outputs.append(value.new_zeros(1, length - boundaries[-1], channels))
+    past = value[:, boundaries[-1] :]
+    outputs.append(past.masked_fill(torch.ones_like(past, dtype=torch.bool), 0.0))
     states.append(value.new_zeros(0, channels))
     return torch.cat(outputs, dim=1).to(iv.dtype), torch.cat(states)
 

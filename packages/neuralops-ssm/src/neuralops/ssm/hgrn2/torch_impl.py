@@ -10,7 +10,7 @@ is O(sqrt(L)) calls on slices of the inputs, and nothing but the output is of th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def scan(
     if length == 0:
         return (gate * value).to(iv.dtype), initial_state.clone()
     if cu_seqlens is None:
-        h = _AffineScan.apply(gate, value, initial_state, clip, reverse)
+        h = _affine_scan(gate, value, initial_state, clip, reverse)
         return h.to(iv.dtype), h[:, 0 if reverse else -1].clone()
     h, final_state = _packed(gate, value, initial_state, cu_seqlens, clip, reverse)
     return h.to(iv.dtype), final_state
@@ -73,7 +73,7 @@ def _packed(
     entering = torch.where(filled, gate[0].index_select(0, first) * initial_state, 0.0)
     value = value.masked_fill(past, 0.0).index_add(1, first, entering.unsqueeze(0))
     gate = gate.masked_fill(restart | past, 0.0)
-    h = _AffineScan.apply(gate, value, value.new_zeros(1, channels), clip, reverse)
+    h = _affine_scan(gate, value, value.new_zeros(1, channels), clip, reverse)
     final_state = torch.where(filled, h[0].index_select(0, last), initial_state)
     return h, final_state
 
@@ -95,7 +95,7 @@ class _AffineScan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_h: Tensor) -> Any:
         a, h, initial = ctx.saved_tensors
-        grads = _AffineScanBackward.apply(grad_h, a, h, initial, ctx.clip, ctx.reverse)
+        grads = _affine_scan_backward(grad_h, a, h, initial, ctx.clip, ctx.reverse)
         return *grads, None, None
 
 
@@ -128,12 +128,16 @@ class _AffineScanBackward(torch.autograd.Function):
             of_grad_initial.unsqueeze(1) * a[:, first], a.shape[1], ctx.reverse
         )
         zero = torch.zeros_like(initial)
-        grad_g = _AffineScan.apply(inside * a, inside * into_y, zero, None, ctx.reverse)
+        grad_g = _affine_scan(inside * a, inside * into_y, zero, None, ctx.reverse)
         grad_a = y * _previous(grad_g, of_grad_initial, ctx.reverse)
         into_previous = of_grad_a * y
         grad_h = _next(into_previous, ctx.reverse)
         grad_initial = into_previous[:, first].squeeze(1)
         return grad_g, grad_a, grad_h, grad_initial, None, None
+
+
+_affine_scan: Callable[..., Tensor] = _AffineScan.apply
+_affine_scan_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _AffineScanBackward.apply
 
 
 def _previous(h: Tensor, first: Tensor, reverse: bool) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +51,9 @@ def scan(
     inputs = (f, iv, initial_state, segment_ids, segments, clip, log_decay, reverse)
     tracked = f.requires_grad or iv.requires_grad
     tracked = tracked or (initial_state is not None and initial_state.requires_grad)
-    run = _Scan.apply if tracked and torch.is_grad_enabled() else _forward_op
+    run: Callable[..., tuple[Tensor, Tensor, Tensor]] = _forward_op
+    if tracked and torch.is_grad_enabled():
+        run = _Scan.apply
     h, final_state, _ = run(*inputs)
     return h, final_state
 
