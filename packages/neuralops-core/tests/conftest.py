@@ -6,11 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from neuralops.core.__main__ import main
+from neuralops.core.registry import forget_installed
 
 
 @dataclass
@@ -71,6 +74,26 @@ def install(site: Path) -> Toy:
 def toy(tmp_path: Path) -> Toy:
     """Return an installed toy operator."""
     return install(tmp_path)
+
+
+@pytest.fixture
+def refused(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., str]]:
+    """Return a function that runs a wrong request here and returns what was said about it."""
+    monkeypatch.syspath_prepend(str(toy.site))
+    forget_installed()
+
+    def call(*arguments: str) -> str:
+        try:
+            code: object = main(arguments)
+        except SystemExit as left:
+            code = left.code
+        assert code == 2
+        return capsys.readouterr().err
+
+    yield call
+    forget_installed()
 
 
 @pytest.fixture(scope="session")
