@@ -18,7 +18,7 @@ from rich.text import Text
 from neuralops.ssm.demo import DemoError
 
 LINES = 20
-SMOOTHING = 0.95
+SMOOTHING = 0.9
 
 
 class _Average:
