@@ -93,7 +93,7 @@ class Trainer:
         logits, _ = self.model(window[:, :-1], self.model.initial_state(window.shape[0]))
         loss = functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
         self.model.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimiser in self.optimisers:
             optimiser.step()
