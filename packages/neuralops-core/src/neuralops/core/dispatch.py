@@ -143,7 +143,7 @@ def _kernel_failures() -> tuple[type[BaseException], ...]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :func:`explain` found.
+    """What `explain` found.
 
     Attributes:
         operator: the operator's name.

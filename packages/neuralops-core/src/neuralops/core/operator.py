@@ -81,7 +81,7 @@ class Workload:
 
     Args:
         label: the shape, such as ``"B8 L2048 D2048"``.
-        make: as in :class:`Sample`.
+        make: as in `Sample`.
         device: the kind of device it is sized for, ``"cuda"`` or ``"cpu"``.
         series: workloads of one series differ in length only and are plotted together.
         length: the sequence length.

@@ -154,7 +154,7 @@ def hgrn2_step(
     log_decay: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advance :func:`hgrn2_scan` by one token, for generation.
+    """Advance `hgrn2_scan` by one token, for generation.
 
     It runs the scan's own implementation over one token, so that a prefill followed by steps gives
     the numbers of one scan.
@@ -168,8 +168,8 @@ def hgrn2_step(
         backend: as in the scan.
 
     Returns:
-        `(h, new_state)`: the output `(B, D)` in the dtype of `iv`, and the new state `(B, D)` in
-        float32. `state` is left as it is.
+        The tuple `(h, new_state)`, the output `(B, D)` in the dtype of `iv` and the new state
+        `(B, D)` in float32 (float64 where an input is float64). `state` is left as it is.
 
     Raises:
         TypeError: as in the scan.
