@@ -1,7 +1,9 @@
 """An operator added by docs/adding_an_operator.md alone has every instrument; core is unchanged."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,3 +81,29 @@ def test_the_guides_own_tests_pass(installed, source, interpreted):
         TRITON_INTERPRET=str(int(interpreted)), TRITON_DEFAULT_FP_FUSION="1",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_new_operator_has_a_page(source, tmp_path):
+    """Run by the session ``docs``, which has MkDocs."""
+    pytest.importorskip("mkdocs")
+    site = tmp_path / "checkout"
+    shutil.copytree(ROOT / "docs", site / "docs")
+    shutil.copy(source / "docs/operators/swiglu.md", site / "docs/operators")
+    config = (ROOT / ".mkdocs.yml").read_text()
+    config = config.replace("- packages/", f"- {ROOT}/packages/")
+    for old, new in (("paths:\n", f"            - {source}/src\n"),
+                     ("- Operators:\n", "      - swiglu: operators/swiglu.md\n")):  # fmt: skip
+        assert old in config
+        config = config.replace(old, old + new)
+    (site / ".mkdocs.yml").write_text(config)
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ".mkdocs.yml"],
+        cwd=site,
+        env={**os.environ, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (site / "dist/docs/operators/swiglu.html").read_text()
+    assert "GLU Variants Improve Transformer" in page and "<math" in page
