@@ -1,5 +1,9 @@
 """One family alone, without its siblings and without Triton."""
 
+import os
+import subprocess
+import zipfile
+
 import pytest
 
 FAMILIES = ("attn", "lowrank", "ssm")
@@ -81,19 +85,44 @@ def test_families_in_different_folders(environment, wheels, tmp_path):
     assert environment.check(code, PYTHONPATH=str(elsewhere)) == "hgrn2_scan"
 
 
-def test_the_reference_package_in_the_same_environment(environment, wheels):
+def test_the_reference_package_in_the_same_environment(environment, wheels, tmp_path):
+    info = "neuralops-1.2.0.dist-info"
+    files = {
+        "neuralops/__init__.py": "",
+        "neuralops/core/__init__.py": "",
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: neuralops\nVersion: 1.2.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in (*files, f"{info}/RECORD"))
+    other = tmp_path / "neuralops-1.2.0-py3-none-any.whl"
+    with zipfile.ZipFile(other, "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+    environment.install(str(other))
     environment.install("--find-links", str(wheels), "neuralops-ssm")
-    (environment.site / "neuralops" / "__init__.py").write_text("")
     done = environment.run("-c", "import neuralops.ssm")
     assert done.returncode == 1
     for line in (
         "ImportError: the distribution 'neuralops'",
         "pip uninstall neuralops neuralops-core",
-        "pip install --force-reinstall neuralops-core",
+        "pip install neuralops-core",
     ):
         assert line in done.stderr
 
+    environment.pip("--yes", "neuralops", "neuralops-core", command="uninstall")
+    environment.install("--find-links", str(wheels), "neuralops-core")
+    assert environment.check("import neuralops.ssm; print('well')") == "well"
+
 
 def test_the_console_script(environment, wheels):
-    environment.install("--find-links", str(wheels), "neuralops-core")
-    assert (environment.python.parent / "neuralops").exists()
+    environment.install("--find-links", str(wheels), "neuralops-ssm")
+    done = subprocess.run(
+        [environment.python.parent / "neuralops", "doctor"],
+        cwd=environment.folder,
+        env={**os.environ, "PYTHONPATH": "", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "hgrn2_scan" in done.stdout

@@ -27,13 +27,9 @@ def source(tmp_path):
 
 
 @pytest.fixture
-def installed(environment, wheels, source, tmp_path):
+def installed(environment, wheels, build, source, tmp_path):
     """An environment with core and the wheel of the guide's package."""
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, source],
-        check=True,
-        capture_output=True,
-    )
+    build(source, tmp_path)
     links = ("--find-links", str(wheels), "--find-links", str(tmp_path))
     environment.install(*links, "neuralops-example")
     return environment

@@ -171,7 +171,7 @@ def test_a_kernels_resource_failure_falls_back_unless_it_was_requested(
 
 def test_no_backend_left():
     operator = Operator("toy", "toy", "toy:toy", (Implementation("triton", fails, too_long),))
-    with pytest.raises(BackendUnavailableError, match="no backend can serve.*limit of 8"):
+    with pytest.raises(BackendUnavailableError, match=r"no backend can serve.*limit of 8"):
         dispatch(operator, None, LONG)
     with pytest.raises(ValueError, match="must be one of triton, got 'torch'"):
         dispatch(operator, "torch", SHORT)

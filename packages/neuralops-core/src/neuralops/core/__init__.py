@@ -11,7 +11,7 @@ if getattr(neuralops, "__file__", None) is not None:
         f"the distribution 'neuralops' ({neuralops.__file__}) owns the same modules as "
         "'neuralops-core', and the two mix their files when both are installed. Run:\n"
         "    pip uninstall neuralops neuralops-core\n"
-        "    pip install --force-reinstall neuralops-core"
+        "    pip install neuralops-core"
     )
 
 from neuralops.core.dispatch import (

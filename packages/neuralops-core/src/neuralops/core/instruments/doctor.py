@@ -172,7 +172,7 @@ def _conflicts() -> Iterator[Table]:
                 "CONFLICT",
                 "this other package owns neuralops/core too, and the two mix their files:\n"
                 "pip uninstall neuralops neuralops-core\n"
-                "pip install --force-reinstall neuralops-core",
+                "pip install neuralops-core",
             )
             yield table
             return
