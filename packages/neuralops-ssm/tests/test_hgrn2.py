@@ -85,7 +85,7 @@ def test_split_along_the_sequence(backend, options):
             "cu_seqlens": boundaries if packed else None,
         },
     )
-    assert triton_impl._plan(triton_impl.FORWARD, f, iv)[2] > 3
+    assert triton_impl._split(triton_impl.LEAN, f)[1] > 3
     oracle = evaluate(hgrn2_scan, arguments, dtype=torch.float64, backend="reference")
     with poisoned_memory():
         results = evaluate(hgrn2_scan, arguments, backend=backend)

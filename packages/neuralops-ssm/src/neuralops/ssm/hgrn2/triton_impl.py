@@ -29,7 +29,7 @@ class Tiles:
 FORWARD = Tiles(block_d=64, lanes=8, run=16, warps=4, stages=1)
 BACKWARD = Tiles(block_d=64, lanes=8, run=8, warps=4, stages=1)
 LEAN = Tiles(block_d=32, lanes=8, run=8, warps=4, stages=1)
-"""For clipped and for packed scans, which need more registers."""
+"""For what needs more registers: clipped and packed scans, wide dtypes, strides of any number."""
 ENOUGH_PROGRAMS = 1.5
 """With this many programs for each multiprocessor a sequence is not split."""
 SPLIT_PROGRAMS = 4
@@ -136,8 +136,9 @@ def _launch_forward(
     if f.numel() == 0:
         return h, final_state, clipped
 
-    tiles = LEAN if packed or clip is not None else FORWARD
-    unit, part, splits = _plan(tiles, f, iv)
+    unit = _unit(f, iv)
+    tiles = FORWARD if clip is None and not packed and _is_light(unit, f, iv) else LEAN
+    part, splits = _split(tiles, f)
     blocks = -(-channels // tiles.block_d)
     sizes = (
         0.0 if clip is None else clip, batch, length, part, splits, channels // unit,
@@ -192,8 +193,9 @@ def _launch_backward(
     if f.numel() == 0:
         return grad_f, grad_iv, grad_initial
 
-    tiles = LEAN if packed or clip else BACKWARD
-    unit, part, splits = _plan(tiles, f, grad_h)
+    unit = _unit(f, grad_h)
+    tiles = BACKWARD if not clip and not packed and _is_light(unit, f, grad_h) else LEAN
+    part, splits = _split(tiles, f)
     blocks = -(-channels // tiles.block_d)
     sizes = (
         batch, length, part, splits, channels // unit, *_strides(f, unit), *_strides(grad_h, unit)
@@ -231,12 +233,20 @@ def _strides(x: Tensor, unit: int) -> tuple[int, int, int]:
     return batch // unit, row // unit, column
 
 
-def _plan(tiles: Tiles, x: Tensor, y: Tensor) -> tuple[int, int, int]:
-    """Choose what divides all strides, and into how many parts of how many tokens L is split."""
+def _unit(x: Tensor, y: Tensor) -> int:
+    """Return 16 where it divides all strides and the channels, 1 elsewhere."""
+    strides = (x.shape[2], *x.stride()[:2], *y.stride()[:2])
+    return 1 if any(stride % 16 for stride in strides) else 16
+
+
+def _is_light(unit: int, x: Tensor, y: Tensor) -> bool:
+    """Whether a tile of the inputs takes few enough registers for the large tiles."""
+    return unit > 1 and x.element_size() == y.element_size() == 2
+
+
+def _split(tiles: Tiles, x: Tensor) -> tuple[int, int]:
+    """Return of how many tokens each part of the sequences is, and how many parts there are."""
     batch, length, channels = x.shape
-    unit = 16
-    if any(stride % unit for stride in (channels, *x.stride()[:2], *y.stride()[:2])):
-        unit = 1
     tile = tiles.lanes * tiles.run
     programs = batch * -(-channels // tiles.block_d)
     processors = multiprocessors(x.device)
@@ -244,7 +254,7 @@ def _plan(tiles: Tiles, x: Tensor, y: Tensor) -> tuple[int, int, int]:
     if programs < ENOUGH_PROGRAMS * processors:
         splits = -(-SPLIT_PROGRAMS * processors // programs)
     part = -(-length // (splits * tile)) * tile
-    return unit, part, -(-length // part)
+    return part, -(-length // part)
 
 
 def _fake_segment_ids(cu_seqlens: Tensor, length: int) -> Tensor:
