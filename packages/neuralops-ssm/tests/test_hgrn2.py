@@ -626,7 +626,7 @@ WRONG = {
         "initial_state must have shape",
     ),
     "integer state": (
-        {**good(), "initial_state": torch.ones(2, 3).long()},
+        {**good(), "initial_state": torch.ones(2, 3, device=DEVICE).long()},
         TypeError,
         "initial_state must be float16",
     ),
