@@ -175,15 +175,18 @@ def forward_parts_kernel(
     b_low = tl.full((LANES, BLOCK_D), -UNBOUNDED, tl.float32)
     b_high = tl.full((LANES, BLOCK_D), UNBOUNDED, tl.float32)
     for i in tl.range(0, lane_length, RUN, num_stages=STAGES):
+        fs, ivs = (), ()
         for u in tl.static_range(RUN):
             b_f, b_iv = _forward_row(
                 p_f, p_iv, initial_state, segment_ids, lane_start + i + u, end, o_d, m_d,
                 L, D, f_sl, f_sd, x_sl, x_sd,
                 UNIT, LOG_DECAY, REVERSE, PACKED, HAS_INITIAL,
             )  # fmt: skip
+            fs, ivs = fs + (b_f,), ivs + (b_iv,)
+        for u in tl.static_range(RUN):
             if CLIP:
-                b_low, b_high = _compose_bounds(b_low, b_high, b_f, b_iv, -clip, clip)
-            b_scale, b_shift = _compose(b_scale, b_shift, b_f, b_iv)
+                b_low, b_high = _compose_bounds(b_low, b_high, fs[u], ivs[u], -clip, clip)
+            b_scale, b_shift = _compose(b_scale, b_shift, fs[u], ivs[u])
     one, zero = tl.zeros_like(b_scale) + 1.0, tl.zeros_like(b_shift)
     p_steps = steps + (i_b * splits + i_part) * D + o_d
     o_next = B.to(tl.int64) * splits * D
@@ -375,7 +378,8 @@ def backward_parts_kernel(
         t = lane_start + (lane_length - RUN - i)
         if CLIP:
             b_bits = _clipped_run(p_clipped, t, end, o_d, m_d, D, RUN)
-        for u in tl.static_range(RUN - 1, -1, -1):
+        fs, gs = (), ()
+        for u in tl.static_range(RUN):
             b_f, b_g = _backward_row(
                 p_f, p_g, grad_final, segment_ids, t + u, end, o_d, m_d,
                 L, D, f_sl, f_sd, x_sl, x_sd,
@@ -383,10 +387,12 @@ def backward_parts_kernel(
             )  # fmt: skip
             if PACKED:
                 b_f = tl.where(_is_first(segment_ids, t + u, end, L, REVERSE), 0.0, b_f)
-            b_shift = b_shift + b_g
+            fs, gs = fs + (b_f,), gs + (b_g,)
+        for u in tl.static_range(RUN - 1, -1, -1):
+            b_shift = b_shift + gs[u]
             if CLIP:
                 b_shift, b_scale = b_shift * _inside(b_bits, u), b_scale * _inside(b_bits, u)
-            b_shift, b_scale = b_f * b_shift, b_f * b_scale
+            b_shift, b_scale = fs[u] * b_shift, fs[u] * b_scale
     one, zero = tl.zeros_like(b_scale) + 1.0, tl.zeros_like(b_shift)
     b_scale, b_shift, _, _ = tl.associative_scan((b_scale, b_shift, one, zero), 0, _scan_steps)
     p_steps = steps + (i_b * splits + i_part) * D + o_d
