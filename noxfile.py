@@ -272,10 +272,11 @@ def coverage(session: nox.Session) -> None:
     session.run("python", "-m", "coverage", "erase", configuration)
     for interpret in ("0", "1"):
         session.run(
-            "python", "-P", "-m", "coverage", "run", configuration, "--append", "-m", "pytest",
+            "python", "-P", "-m", "coverage", "run", configuration, "-m", "pytest",
             "-c", str(ROOT / "pyproject.toml"), "-q", *(["-m", "triton"] * int(interpret)),
             *folders, env={"PYTHONPATH": "", "TRITON_INTERPRET": interpret},
         )  # fmt: skip
+    session.run("python", "-m", "coverage", "combine", "--quiet", configuration)
     session.run("python", "-m", "coverage", "report", configuration)
 
 
