@@ -4,6 +4,7 @@ import logging
 import sys
 import threading
 import types
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 import torch
@@ -196,6 +197,8 @@ def test_explain_tells_and_does_not_run(operator):
 def test_explain_of_something_else():
     with pytest.raises(TypeError, match="op must be a NeuralOps operator"):
         explain(len, [])
+    with pytest.raises(TypeError, match="got Tensor; the call's arguments come after it"):
+        explain(SHORT)
     with pytest.raises(ValueError, match="unknown operator 'nothing'"):
         explain("nothing")
     with pytest.raises(ZeroDivisionError):
@@ -204,7 +207,13 @@ def test_explain_of_something_else():
 
 def test_an_operator_of_a_family_that_is_not_installed():
     for name in sorted(set(DISTRIBUTIONS) - set(operators())):
-        with pytest.raises(ValueError, match=f"pip install {DISTRIBUTIONS[name]}"):
+        try:
+            found = version(DISTRIBUTIONS[name])
+        except PackageNotFoundError:
+            message = f"{name}' is not installed: pip install {DISTRIBUTIONS[name]}"
+        else:
+            message = f"{name}' is not in the installed {DISTRIBUTIONS[name]} {found}; a later"
+        with pytest.raises(ValueError, match=message):
             get_operator(name)
 
 
@@ -214,6 +223,4 @@ def test_implementation_backends_are_checked():
 
 
 def test_version():
-    from importlib.metadata import version
-
     assert neuralops.core.__version__ == version("neuralops-core")

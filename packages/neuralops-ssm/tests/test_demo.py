@@ -390,3 +390,15 @@ def test_the_family_does_not_import_its_demo():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("load", "threads", "said"), [(1.6, 2, True), (0.3, 2, False), (9, 1, False)]
+)
+def test_says_when_other_programs_are_at_work(monkeypatch, load, threads, said):
+    from neuralops.ssm.demo import run
+
+    monkeypatch.setattr(run.os, "getloadavg", lambda: (load, 0, 0), raising=False)
+    monkeypatch.setattr(run.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(run.torch, "get_num_threads", lambda: threads)
+    assert ("OMP_NUM_THREADS=1" in run._others_at_work()) is said

@@ -593,6 +593,11 @@ def packed(*boundaries, dtype=torch.int32, batch=1):
 
 WRONG = {
     "f is a list": ({**good(), "f": [1.0]}, TypeError, r"f must be a tensor \(B, L, D\), got list"),
+    "sparse f": (
+        {**good(), "f": torch.ones(2, 6, 3, device=DEVICE).to_sparse()},
+        TypeError,
+        r"f must be a dense tensor \(B, L, D\)",
+    ),
     "integer f": (
         {**good(), "f": torch.ones(2, 6, 3).int()},
         TypeError,
@@ -704,6 +709,11 @@ STEPS = {
         {"f": torch.ones(2, 1, 3)},
         ValueError,
         r"hgrn2_step: f must have shape \(B, D\)",
+    ),
+    "another device": (
+        {"state": torch.ones(2, 3, device="meta")},
+        ValueError,
+        "hgrn2_step: state must be on cpu like f, got meta",
     ),
     "iv's shape": (
         {"iv": torch.ones(2, 4)},

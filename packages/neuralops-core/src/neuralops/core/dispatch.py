@@ -208,6 +208,11 @@ def explain(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Explanat
         'torch'
     """
     function = get_operator(op).load() if isinstance(op, str) else op
+    if not callable(function):
+        raise TypeError(
+            f"explain: op must be a NeuralOps operator or its name, got {type(op).__name__}; "
+            "the call's arguments come after it"
+        )
     _thread.explaining = True
     try:
         function(*args, **kwargs)

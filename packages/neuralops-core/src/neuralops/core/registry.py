@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from types import MappingProxyType
 
 from neuralops.core.operator import Operator
@@ -66,9 +66,20 @@ def get_operator(name: str) -> Operator:
     if name in _entry_points():
         return _load(name)
     if name in DISTRIBUTIONS:
-        raise ValueError(f"operator {name!r} is not installed: pip install {DISTRIBUTIONS[name]}")
+        raise ValueError(_absent(name, DISTRIBUTIONS[name]))
     known = ", ".join(sorted({*_entry_points(), *DISTRIBUTIONS}))
     raise ValueError(f"unknown operator {name!r}: the known ones are {known}")
+
+
+def _absent(name: str, distribution: str) -> str:
+    try:
+        found = version(distribution)
+    except PackageNotFoundError:
+        return f"operator {name!r} is not installed: pip install {distribution}"
+    return (
+        f"operator {name!r} is not in the installed {distribution} {found}; "
+        "a later release brings it"
+    )
 
 
 def forget_installed() -> None:

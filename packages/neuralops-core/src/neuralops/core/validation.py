@@ -6,6 +6,7 @@ Every message names the operator and the argument, what was expected, and what c
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -18,7 +19,7 @@ def describe(value: object) -> str:
     """What a message says of a value that is not what was expected."""
     if isinstance(value, torch.Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
-    return f"{type(value).__name__} {value!r}"
+    return f"{type(value).__name__} {reprlib.repr(value)}"
 
 
 def check_tensor(operator: str, name: str, value: object, *, rank: int, layout: str) -> None:
@@ -30,6 +31,11 @@ def check_tensor(operator: str, name: str, value: object, *, rank: int, layout: 
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{operator}: {name} must be a tensor {layout}, got {describe(value)}")
+    if value.layout != torch.strided:
+        raise TypeError(
+            f"{operator}: {name} must be a dense tensor {layout}, got layout {value.layout}; "
+            f"convert it with {name}.to_dense()"
+        )
     if value.dtype not in FLOATING:
         raise TypeError(
             f"{operator}: {name} must be float16, bfloat16, float32 or float64, got {value.dtype}; "

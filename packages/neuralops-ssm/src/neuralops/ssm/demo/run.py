@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 import time
@@ -108,6 +109,8 @@ def run(options: Options) -> int:
     if checkpoint.exists() and not options.fresh:
         trainer.load(checkpoint)
         console.print(f"Resuming from {checkpoint} at step {trainer.step}", soft_wrap=True)
+    if options.device.type == "cpu" and (busy := _others_at_work()):
+        console.print(busy, soft_wrap=True)
     if trainer.step < options.steps:
         finished = _train(console, trainer, text.heldout, backend, checkpoint)
         if not finished:
@@ -140,7 +143,22 @@ def run(options: Options) -> int:
     return 0 if sample.agrees else 1
 
 
+def _others_at_work() -> str:
+    """Say so where other programs keep the processors busy: torch's threads wait for each other."""
+    if not hasattr(os, "getloadavg"):
+        return ""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < cores / 2 or torch.get_num_threads() == 1:
+        return ""
+    return (
+        f"Other programs are at work (load {load:.1f} on {cores} cores), and torch's threads wait "
+        "for each other: with OMP_NUM_THREADS=1 in the environment it may be much faster"
+    )
+
+
 def _prepare(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise DemoError(f"cannot write to the folder --out {out}: it is a file")
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):

@@ -190,6 +190,7 @@ def hgrn2_step(
     check_tensor(name, "f", f, rank=2, layout="(B, D)")
     check_tensor(name, "iv", iv, rank=2, layout="(B, D)")
     check_shape(name, "iv", iv, f.shape, "(B, D) like f")
+    check_device(name, "f", f.device, iv=iv, state=state)
     if state is not None:
         check_tensor(name, "state", state, rank=2, layout="(B, D)")
         check_shape(name, "state", state, f.shape, "(B, D) like f")
