@@ -1,11 +1,13 @@
 """The tools that judge every operator have to notice what they are for."""
 
 import math
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from neuralops.core.library import OperatorLibrary, backward_function
+from neuralops.core.library import OperatorLibrary, backward_function, on_its_device
 from neuralops.core.testing import (
     TOLERANCES,
     compare,
@@ -90,6 +92,25 @@ def test_opcheck_finds_a_wrong_fake():
     assert opcheck_calls(lambda: good(torch.ones(2, 3))) == ["neuralops_test::good"]
     with pytest.raises(torch.testing._internal.optests.OpCheckError):
         opcheck_calls(lambda: bad(torch.ones(2, 3)))
+
+
+def test_a_launcher_runs_on_its_tensors_gpu(monkeypatch):
+    current = [0]
+
+    @contextmanager
+    def switch(device):
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", switch)
+    launch = on_its_device(lambda x, y: (current[0], y))
+    for index in (0, 1):
+        tensor = SimpleNamespace(device=torch.device("cuda", index))
+        assert launch(tensor, 3) == (index, 3)
+        assert current == [0]
+    assert launch(torch.ones(1), 3) == (0, 3)
 
 
 def test_a_fused_backward_is_not_differentiated_silently():

@@ -34,15 +34,29 @@ class OperatorLibrary:
 
         Args:
             schema: such as ``"hgrn2_scan_fwd(Tensor f, Tensor iv) -> Tensor"``.
-            launcher: computes it, on any device.
+            launcher: computes it, on any device. Its first argument is a tensor, whose device
+                is the current one while it runs.
             fake: returns empty outputs of the right shape, dtype and strides.
         """
         name = schema.partition("(")[0]
         self._library.define(schema)
-        self._library.impl(name, launcher, "CompositeExplicitAutograd")
+        self._library.impl(name, on_its_device(launcher), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{self.namespace}::{name}", fake, lib=self._library)
         operator: Callable[..., Any] = getattr(getattr(torch.ops, self.namespace), name).default
         return operator
+
+
+def on_its_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the first argument's GPU the current one: Triton launches there, whatever it is given."""
+
+    def launch(first: torch.Tensor, *others: Any) -> Any:
+        device = first.device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return launcher(first, *others)
+        with torch.cuda.device(device):
+            return launcher(first, *others)
+
+    return launch
 
 
 def signed(function: _Function) -> _Function:
