@@ -47,7 +47,7 @@ class OperatorLibrary:
 
 
 def on_its_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the first argument's GPU the current one: Triton launches there, whatever it is given."""
+    """Make the first argument's GPU the current one, since Triton launches on that one."""
 
     def launch(first: torch.Tensor, *others: Any) -> Any:
         device = first.device
