@@ -92,6 +92,29 @@ def test_split_along_the_sequence(backend, options):
     assert_matches(results, oracle)
 
 
+@pytest.mark.usefixtures("split")
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("clip", (None, 0.7), ids=str)
+@pytest.mark.parametrize("reverse", (False, True), ids=("forward", "reverse"))
+@pytest.mark.parametrize("gate", (0.0, 1e-5, 1e-3, 0.3, 1.0), ids=str)
+def test_parts_whose_gates_multiply_to_zero(backend, clip, reverse, gate, monkeypatch):
+    """A part is composed no further than its gates let its first tokens reach its end."""
+    monkeypatch.setattr(triton_impl, "multiprocessors", lambda device: 1)
+    _, iv, state = inputs(1, 130, 5)
+    f = torch.full_like(iv, gate)
+    f[:, ::7, ::2] = 0.9
+    arguments = (
+        (f, iv, clip),
+        {"reverse": reverse, "initial_state": state, "return_final_state": True},
+    )
+    part, splits = triton_impl._split(triton_impl.LEAN, f)
+    assert part >= 32 and splits >= 3
+    oracle = evaluate(hgrn2_scan, arguments, dtype=torch.float64, backend="reference")
+    with poisoned_memory():
+        results = evaluate(hgrn2_scan, arguments, backend=backend)
+    assert_matches(results, oracle)
+
+
 def test_reference_is_the_closed_form():
     f, iv, _ = inputs(1, 12, 3, torch.float64)
     expected = torch.zeros_like(iv)
@@ -546,7 +569,7 @@ def test_cuda_graph_of_a_step():
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="compilations are counted on a CUDA device")
 def test_a_new_batch_or_length_compiles_nothing():
-    from neuralops.ssm.hgrn2 import kernels
+    from neuralops.ssm.hgrn2 import backward_kernels, forward_kernels
 
     def run(batch, length):
         f, iv, _ = (x.requires_grad_() for x in inputs(batch, length, 64))
@@ -555,7 +578,7 @@ def test_a_new_batch_or_length_compiles_nothing():
     def compiled():
         return sum(
             len(kernel.device_caches[torch.cuda.current_device()][0])
-            for kernel in (kernels.forward_kernel, kernels.backward_kernel)
+            for kernel in (forward_kernels.forward_kernel, backward_kernels.backward_kernel)
         )
 
     run(2, 100), run(300, 100)

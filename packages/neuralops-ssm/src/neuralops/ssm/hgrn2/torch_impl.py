@@ -9,16 +9,21 @@ is O(sqrt(L)) calls on slices of the inputs, and nothing but the output is of th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from neuralops.core.library import signed
 from neuralops.core.precision import state_dtype
 from neuralops.ssm.library import LIBRARY
 
 Tensor = torch.Tensor
+
+LOG2_E = math.log2(math.e)
+"""Exponentials are taken in base 2, which PyTorch computes several times as fast on some CPUs."""
 
 
 def scan(
@@ -34,8 +39,6 @@ def scan(
     batch, length, channels = f.shape
     dtype = state_dtype(f, iv, initial_state)
     gate, value = f.to(dtype), iv.to(dtype)
-    if log_decay:
-        gate = gate.exp()
     if cu_seqlens is not None:
         batch = cu_seqlens.shape[0] - 1
     if initial_state is None:
@@ -44,8 +47,10 @@ def scan(
     if length == 0:
         return (gate * value).to(iv.dtype), initial_state.clone()
     if cu_seqlens is None:
-        h = _affine_scan(gate, value, initial_state, clip, reverse)
+        h = _affine_scan(gate, value, initial_state, clip, log_decay, reverse)
         return h.to(iv.dtype), h[:, 0 if reverse else -1].clone()
+    if log_decay:
+        gate = (gate * LOG2_E).exp2()
     h, final_state = _packed(gate, value, initial_state, cu_seqlens, clip, reverse)
     return h.to(iv.dtype), final_state
 
@@ -73,30 +78,42 @@ def _packed(
     entering = torch.where(filled, gate[0].index_select(0, first) * initial_state, 0.0)
     value = value.masked_fill(past, 0.0).index_add(1, first, entering.unsqueeze(0))
     gate = gate.masked_fill(restart | past, 0.0)
-    h = _affine_scan(gate, value, value.new_zeros(1, channels), clip, reverse)
+    h = _affine_scan(gate, value, value.new_zeros(1, channels), clip, False, reverse)
     final_state = torch.where(filled, h[0].index_select(0, last), initial_state)
     return h, final_state
 
 
 class _AffineScan(torch.autograd.Function):
-    """``h_t = clamp(a_t h_{t-1} + b_t)`` from ``initial``, for ``a, b (B, L, D)``, L > 0."""
+    """``h_t = clamp(a_t h_{t-1} + b_t)`` from ``initial``, for ``a, b (B, L, D)``, L > 0.
+
+    With ``log_decay`` it takes the logarithms of ``a``.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(a: Tensor, b: Tensor, initial: Tensor, clip: float | None, reverse: bool) -> Any:
-        return _scan_op(a, b, initial, clip, reverse)
+    @signed
+    def forward(
+        a: Tensor, b: Tensor, initial: Tensor, clip: float | None, log_decay: bool, reverse: bool
+    ) -> Any:
+        return _scan_op(a, b, initial, clip, log_decay, reverse)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        a, _, initial, ctx.clip, ctx.reverse = inputs
+        a, _, initial, ctx.clip, ctx.log_decay, ctx.reverse = inputs
         ctx.save_for_backward(a, output, initial)
 
     @staticmethod
     def backward(ctx: Any, grad_h: Tensor) -> Any:
         a, h, initial = ctx.saved_tensors
-        grads = _affine_scan_backward(grad_h, a, h, initial, ctx.clip, ctx.reverse)
-        return *grads, None, None
+        if ctx.log_decay:
+            a = (a * LOG2_E).exp2()
+        grad_a, grad_b, grad_initial = _affine_scan_backward(
+            grad_h, a, h, initial, ctx.clip, ctx.reverse
+        )
+        if ctx.log_decay:
+            grad_a = grad_a * a if torch.is_grad_enabled() else grad_a.mul_(a)
+        return grad_a, grad_b, grad_initial, None, None, None
 
 
 class _AffineScanBackward(torch.autograd.Function):
@@ -128,7 +145,7 @@ class _AffineScanBackward(torch.autograd.Function):
             of_grad_initial.unsqueeze(1) * a[:, first], a.shape[1], ctx.reverse
         )
         zero = torch.zeros_like(initial)
-        grad_g = _affine_scan(inside * a, inside * into_y, zero, None, ctx.reverse)
+        grad_g = _affine_scan(inside * a, inside * into_y, zero, None, False, ctx.reverse)
         grad_a = y * _previous(grad_g, of_grad_initial, ctx.reverse)
         into_previous = of_grad_a * y
         grad_h = _next(into_previous, ctx.reverse)
@@ -188,8 +205,13 @@ def _chunk_size(length: int) -> int:
     return min(length, max(16, 1 << (math.isqrt(length).bit_length() - 1)))
 
 
-def _scan(a: Tensor, b: Tensor, initial: Tensor, clip: float | None, reverse: bool) -> Tensor:
+def _scan(
+    a: Tensor, b: Tensor, initial: Tensor, clip: float | None, log_decay: bool, reverse: bool
+) -> Tensor:
     h = torch.empty_like(b, memory_format=torch.contiguous_format)
+    if log_decay:
+        # The output's memory holds the gates until the second pass overwrites them, token by token.
+        a = torch.mul(a, LOG2_E, out=h).exp2_()
     size = _chunk_size(b.shape[1])
     a_steps, a_rest = _chunked(a, size, reverse)
     b_steps, b_rest = _chunked(b, size, reverse)
@@ -210,12 +232,12 @@ def _scan(a: Tensor, b: Tensor, initial: Tensor, clip: float | None, reverse: bo
 
     chunks = shift.shape[1]
     state = torch.empty_like(shift)
-    carry = initial
-    for j in _order(chunks, reverse):
-        state[:, j] = carry
-        carry = torch.addcmul(shift[:, j], scale[:, j], carry)
+    order = list(_order(chunks, reverse))
+    state[:, order[0]] = initial
+    for j, after in itertools.pairwise(order):
+        carry = torch.addcmul(shift[:, j], scale[:, j], state[:, j], out=state[:, after])
         if low is not None and high is not None:
-            carry = carry.clamp(low[:, j], high[:, j])
+            torch.clamp(carry, low[:, j], high[:, j], out=carry)
 
     for a_t, b_t, h_t in zip(a_steps, b_steps, h_steps):
         torch.addcmul(b_t, a_t, state, out=h_t)
@@ -283,7 +305,9 @@ def _scan_backward(
     return grad_a, y, leaving
 
 
-def _fake_scan(a: Tensor, b: Tensor, initial: Tensor, clip: float | None, reverse: bool) -> Tensor:
+def _fake_scan(
+    a: Tensor, b: Tensor, initial: Tensor, clip: float | None, log_decay: bool, reverse: bool
+) -> Tensor:
     return torch.empty_like(b, memory_format=torch.contiguous_format)
 
 
@@ -294,7 +318,8 @@ def _fake_scan_backward(
 
 
 _scan_op = LIBRARY.register(
-    "hgrn2_scan_torch(Tensor a, Tensor b, Tensor initial, float? clip, bool reverse) -> Tensor",
+    "hgrn2_scan_torch(Tensor a, Tensor b, Tensor initial, float? clip, bool log_decay, "
+    "bool reverse) -> Tensor",
     _scan,
     _fake_scan,
 )

@@ -122,7 +122,7 @@ def _launch_forward(
     log_decay: bool,
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from neuralops.ssm.hgrn2 import kernels
+    from neuralops.ssm.hgrn2 import forward_kernels as kernels
 
     batch, length, channels = f.shape
     h, final_state, clipped = _fake_forward(
@@ -177,7 +177,7 @@ def _launch_backward(
     log_decay: bool,
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from neuralops.ssm.hgrn2 import kernels
+    from neuralops.ssm.hgrn2 import backward_kernels as kernels
 
     batch, length, channels = f.shape
     grad_f, grad_iv, grad_initial = _fake_backward(
