@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from neuralops.core.dispatch import explain, use_backend
 from neuralops.core.instruments.common import UsageError
@@ -155,5 +156,5 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def tensors(outputs: Any) -> tuple[Tensor, ...]:
-    """Return what a call gave as a tuple."""
-    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    """Return what a call gave as a tuple; a state of several tensors is flattened into it."""
+    return tuple(tree_flatten(outputs)[0])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from neuralops.core.operator import Arguments, Operator, Sample
 from neuralops.core.testing.errors import TOLERANCES, Error, compare, measure
@@ -57,21 +58,29 @@ def evaluate(
         **options: further keyword arguments, such as ``backend="torch"``.
 
     The gradients are those of the outputs weighted with fixed random numbers that every dtype
-    represents exactly.
+    represents exactly. A state of several tensors is a tuple, in and out; its parts are named
+    ``"initial_state[0]"`` and so on, and ``"final_state"``, ``"final_normalizer"``.
     """
     args, kwargs = arguments
     bound = inspect.signature(function).bind(*args, **kwargs, **options)
     leaves: dict[str, Tensor] = {}
-    for name, value in bound.arguments.items():
-        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-            leaf = value.detach() if dtype is None else _convert(value.detach(), dtype)
-            if name not in constants:
-                leaves[name] = leaf.requires_grad_()
-            bound.arguments[name] = leaf
 
-    outputs = function(*bound.args, **bound.kwargs)
-    if isinstance(outputs, Tensor):
-        outputs = (outputs,)
+    def prepared(name: str, label: str, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(prepared(name, f"{label}[{i}]", part) for i, part in enumerate(value))
+        if not isinstance(value, Tensor):
+            return value
+        if not (value.is_floating_point() or value.is_complex()):
+            return value
+        leaf = value.detach() if dtype is None else _convert(value.detach(), dtype)
+        if name not in constants:
+            leaves[label] = leaf.requires_grad_()
+        return leaf
+
+    for name, value in bound.arguments.items():
+        bound.arguments[name] = prepared(name, name, value)
+
+    outputs, _ = tree_flatten(function(*bound.args, **bound.kwargs))
     names = ["output", "final_state", "final_normalizer"][: len(outputs)]
     generator = torch.Generator().manual_seed(len(leaves))
     weights = [
