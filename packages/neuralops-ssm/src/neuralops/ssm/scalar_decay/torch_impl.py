@@ -1,23 +1,33 @@
 """The PyTorch form: every chunk of the sequence at once, with a short carry across the chunks.
 
 Within a chunk the outputs are two matrix products around a triangular matrix of decays; a loop over
-the chunks, never over tokens, carries the state. Packed sequences are laid out anew, so that each
-chunk belongs to one of them; the layout is computed on the device.
+the chunks, never over tokens, carries the state. The backward computes the chunks anew, so that
+nothing but the inputs, the output and the denominators is kept. Packed sequences are laid out anew,
+so that each chunk belongs to one of them; the layout is computed on the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from neuralops.core.library import signed
 from neuralops.core.precision import state_dtype
+from neuralops.ssm.library import LIBRARY
+from neuralops.ssm.scalar_decay.chunks import (
+    Decays,
+    Layout,
+    constant_decays,
+    in_chunks,
+    in_rows,
+    lay_out,
+    token_decays,
+)
 
 Tensor = torch.Tensor
-
-CHUNK = 64
-SMALLEST_GATE = 2.0**-100
-"""A gate below it restarts the scan; what it lets through is kept as a factor of its own."""
 
 
 def scan(
@@ -62,25 +72,153 @@ def scan(
         The output ``(B, H, L, Dv)`` in the dtype of v, the final state, and the final key sum or
         ``None``.
     """
-    dtype = state_dtype(q, k, v, gate, initial_state, initial_key_sum)
-    queries = _map(q.to(dtype), feature_map, query_scale)
-    keys = _map(k.to(dtype), feature_map, key_scale)
-    values, gate = v.to(dtype), gate.to(dtype)
-    if normalize:
-        # The key sum is the state of a value that is always 1.
-        values = torch.cat((values, torch.ones_like(values[..., :1])), -1)
-    state = _initial(queries, values, initial_state, initial_key_sum, cu_seqlens, normalize)
-    if q.shape[2] == 0:
-        out = (queries[..., :1] * values).sum(-1, keepdim=True) * v
-        final = state.clone()
-    else:
-        layout = _layout(q.shape[2], cu_seqlens, reverse, q.device)
-        out, final = _chunks(queries, keys, values, gate, state, layout, log_decay)
-        if normalize:
-            out = out[..., :-1] / out[..., -1:].clamp(min=eps)
-    if not normalize:
-        return out.to(v.dtype), final, None
-    return out.to(v.dtype), final[..., :-1].contiguous(), final[..., -1].contiguous()
+    options = Options(feature_map, query_scale, key_scale, normalize, eps, log_decay, reverse)
+    tensors = (q, k, v, gate, initial_state, initial_key_sum)
+    tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    run: Callable[..., tuple[Tensor, ...]] = _Scan.apply if tracked else _forward_op
+    out, final_state, final_key_sum, _ = run(*tensors, cu_seqlens, *options.values())
+    return out, final_state, final_key_sum if normalize else None
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of the scan that are no tensors, in their order."""
+
+    feature_map: str
+    query_scale: float
+    key_scale: float
+    normalize: bool
+    eps: float
+    log_decay: bool
+    reverse: bool
+
+    def values(self) -> tuple[Any, ...]:
+        return tuple(vars(self).values())
+
+
+class _Scan(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    @signed
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Tensor,
+        initial_state: Tensor | None,
+        initial_key_sum: Tensor | None,
+        cu_seqlens: Tensor | None,
+        feature_map: str,
+        query_scale: float,
+        key_scale: float,
+        normalize: bool,
+        eps: float,
+        log_decay: bool,
+        reverse: bool,
+    ) -> Any:
+        return _forward_op(
+            q, k, v, gate, initial_state, initial_key_sum, cu_seqlens,
+            feature_map, query_scale, key_scale, normalize, eps, log_decay, reverse,
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        out, _, key_sum, denominator = output
+        ctx.save_for_backward(*inputs[:7], out, denominator)
+        ctx.options = inputs[7:]
+        unused = (denominator,) if ctx.options[3] else (key_sum, denominator)
+        ctx.mark_non_differentiable(*unused)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_out: Tensor, grad_state: Tensor, grad_key_sum: Tensor, _: Any
+    ) -> Any:
+        saved = ctx.saved_tensors
+        gradients = _scan_backward(
+            grad_out, grad_state, grad_key_sum, *saved, ctx.needs_input_grad[3], *ctx.options
+        )
+        narrow = [None if x is None else g.to(x.dtype) for x, g in zip(saved, gradients)]
+        if not ctx.needs_input_grad[3]:
+            narrow[3] = None
+        return *narrow, *[None] * 8
+
+
+class _ScanBackward(torch.autograd.Function):
+    """The gradients of the inputs; its own derivatives come from plain PyTorch."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @signed
+    def forward(
+        grad_out: Tensor,
+        grad_state: Tensor,
+        grad_key_sum: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Tensor,
+        initial_state: Tensor | None,
+        initial_key_sum: Tensor | None,
+        cu_seqlens: Tensor | None,
+        out: Tensor,
+        denominator: Tensor,
+        of_gate: bool,
+        feature_map: str,
+        query_scale: float,
+        key_scale: float,
+        normalize: bool,
+        eps: float,
+        log_decay: bool,
+        reverse: bool,
+    ) -> Any:
+        return _backward_op(
+            grad_out, grad_state, grad_key_sum, q, k, v, gate, initial_state, initial_key_sum,
+            cu_seqlens, out, denominator, of_gate,
+            feature_map, query_scale, key_scale, normalize, eps, log_decay, reverse,
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:10])
+        ctx.of_gate, *ctx.options = inputs[12:]
+
+    @staticmethod
+    def backward(ctx: Any, *of_gradients: Tensor) -> Any:
+        *variables, cu_seqlens = ctx.saved_tensors
+        options = Options(*ctx.options)
+        present = [i for i, x in enumerate(variables) if x is not None]
+        if not options.normalize:
+            present.remove(2)
+        inputs = [i - 3 for i in present if i >= 3]
+        kept = [i for i in inputs if i != 3 or ctx.of_gate]
+
+        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+            given: list[Tensor | None] = [None] * 9
+            for i, x in zip(present, tensors):
+                given[i] = x
+
+            def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
+                arguments: list[Any] = [None] * 6
+                for i, x in zip(inputs, leaves):
+                    arguments[i] = x
+                return _plain(*arguments, cu_seqlens, options)[: 3 if options.normalize else 2]
+
+            outputs, pull = torch.func.vjp(forward, *tensors[len(present) - len(inputs) :])
+            grads = given[: len(outputs)]
+            found = pull(tuple(g.to(x.dtype) for g, x in zip(grads, outputs) if g is not None))
+            return tuple(found[inputs.index(i)] for i in kept)
+
+        outputs, pull = torch.func.vjp(gradients, *(variables[i] for i in present))
+        seeds = tuple(of_gradients[i].to(x.dtype) for i, x in zip(kept, outputs))
+        result: list[Tensor | None] = [None] * 20
+        for i, x in zip(present, pull(seeds)):
+            result[i] = x
+        return tuple(result)
+
+
+_scan_backward: Callable[..., tuple[Tensor, ...]] = _ScanBackward.apply
 
 
 def _map(x: Tensor, feature_map: str, scale: float) -> Tensor:
@@ -91,237 +229,345 @@ def _map(x: Tensor, feature_map: str, scale: float) -> Tensor:
     return x if scale == 1.0 else x * scale
 
 
-def _initial(
-    keys: Tensor,
-    values: Tensor,
-    state: Tensor | None,
-    key_sum: Tensor | None,
-    cu_seqlens: Tensor | None,
-    normalize: bool,
+def _grad_of_map(grad: Tensor, x: Tensor, feature_map: str, scale: float) -> Tensor:
+    if scale != 1.0:
+        grad = grad.mul_(scale)
+    if feature_map == "elu+1":
+        return grad.mul_(x.clamp(max=0.0).exp_())
+    return grad.mul_(x > 0) if feature_map == "relu" else grad
+
+
+def _with_column(x: Tensor, column: Tensor | float) -> Tensor:
+    wide = x.new_empty((*x.shape[:-1], x.shape[-1] + 1))
+    wide[..., :-1] = x
+    wide[..., -1] = column
+    return wide
+
+
+def _first_state(
+    k: Tensor, v: Tensor, state: Tensor | None, key_sum: Tensor | None, rows: int, normalize: bool
 ) -> Tensor:
     """The first state, with the key sum as its last column if ``normalize``."""
-    batch, heads = keys.shape[:2]
-    rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shape = (rows, heads, keys.shape[-1], values.shape[-1])
-    if state is None and key_sum is None:
-        return keys.new_zeros(shape)
+    shape = (rows, k.shape[1], k.shape[-1], v.shape[-1])
+    state = k.new_zeros(shape) if state is None else state.to(k.dtype)
     if not normalize:
-        assert state is not None
-        return state.to(keys.dtype)
-    columns = shape[-1] - 1
-    if state is None:
-        state = keys.new_zeros((*shape[:-1], columns))
-    if key_sum is None:
-        key_sum = keys.new_zeros(shape[:-1])
-    return torch.cat((state.to(keys.dtype), key_sum.to(keys.dtype).unsqueeze(-1)), -1)
+        return state
+    key_sum = k.new_zeros(shape[:-1]) if key_sum is None else key_sum.to(k.dtype)
+    return torch.cat((state, key_sum.unsqueeze(-1)), -1)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """How the tokens lie in chunks of ``size`` tokens, ``chunks`` of them, all in scan order.
-
-    Attributes:
-        lengths: ``(chunks,)``, how many tokens each chunk holds.
-        rows: ``(chunks * size,)``, the row of each token, where they are not simply in order.
-        tokens: ``(L,)``, the inverse of ``rows``.
-        past: ``(L,)``, the rows in no sequence.
-        segments: ``(chunks,)``, the packed sequence of each chunk.
-        first: ``(chunks,)``, whether it is the sequence's first chunk.
-        last: ``(n,)``, each sequence's last chunk.
-        empty: ``(n,)``, whether the sequence has none.
-    """
-
-    size: int
-    chunks: int
-    reverse: bool
-    lengths: Tensor
-    rows: Tensor | None = None
-    tokens: Tensor | None = None
-    past: Tensor | None = None
-    segments: Tensor | None = None
-    first: Tensor | None = None
-    last: Tensor | None = None
-    empty: Tensor | None = None
-
-
-def _layout(
-    length: int, cu_seqlens: Tensor | None, reverse: bool, device: torch.device
-) -> _Layout:
-    size = min(CHUNK, length)
-    if cu_seqlens is None:
-        chunks = -(-length // size)
-        starts = torch.arange(0, length, size, device=device)
-        return _Layout(size, chunks, reverse, (length - starts).clamp(max=size))
-
-    bounds = cu_seqlens.long().clamp(0, length)
-    starts, lengths = bounds[:-1], bounds.diff().clamp(min=0)
-    segments = starts.shape[0]
-    chunks = length // size + segments
-    counts = (lengths + (size - 1)) // size
-    ends = counts.cumsum(0)
-    index = torch.arange(chunks, device=device)
-    if segments == 0:
-        starts, lengths, ends, counts = (index.new_zeros(1) for _ in range(4))
-    segment = torch.searchsorted(ends, index, right=True)
-    used = segment < ends.shape[0]
-    segment = segment.clamp(max=ends.shape[0] - 1)
-    before = (index - (ends - counts)[segment]) * size
-    inside = torch.where(used, (lengths[segment] - before).clamp(0, size), 0)
-
-    position = torch.arange(size, device=device)
-    local = before.unsqueeze(1) + position
-    if reverse:
-        local = lengths[segment].unsqueeze(1) - 1 - local
-    rows = (starts[segment].unsqueeze(1) + local).clamp(0, length - 1)
-
-    token = torch.arange(length, device=device)
-    owner = torch.searchsorted(bounds[1:].contiguous(), token, right=True)
-    past = owner >= segments
-    owner = owner.clamp(max=max(segments - 1, 0))
-    local = token - starts[owner]
-    if reverse:
-        local = lengths[owner] - 1 - local
-    place = ((ends - counts)[owner] * size + local).clamp(0, max(chunks * size - 1, 0))
-    return _Layout(
-        size, chunks, reverse, inside, rows.flatten(), place, past,
-        segment, (before == 0) & used, (ends - 1).clamp(min=0)[:segments],
-        (lengths == 0)[:segments],
-    )  # fmt: skip
-
-
-def _in_chunks(x: Tensor, layout: _Layout, fill: float = 0.0) -> Tensor:
-    """Lay out ``x (B, H, L, ...)`` as ``(B, H, chunks, size, ...)``."""
-    length = x.shape[2]
-    if layout.rows is not None:
-        x = x.index_select(2, layout.rows).unflatten(2, (layout.chunks, layout.size))
-        position = torch.arange(layout.size, device=x.device)
-        outside = position >= layout.lengths.unsqueeze(1)
-        return x.masked_fill(outside.view(outside.shape + (1,) * (x.dim() - 4)), fill)
-    if layout.reverse:
-        x = x.flip(2)
-    missing = layout.chunks * layout.size - length
-    if missing:
-        tail = x.new_full((*x.shape[:2], missing, *x.shape[3:]), fill)
-        x = torch.cat((x, tail), 2)
-    return x.unflatten(2, (layout.chunks, layout.size))
-
-
-def _in_rows(x: Tensor, layout: _Layout, length: int) -> Tensor:
-    """Lay out ``x (B, H, chunks, size, D)`` as ``(B, H, L, D)``."""
-    x = x.flatten(2, 3)
-    if layout.tokens is not None and layout.past is not None:
-        if x.shape[2] == 0:
-            return x.new_zeros((*x.shape[:2], length, x.shape[3]))
-        return x.index_select(2, layout.tokens).masked_fill(layout.past.unsqueeze(1), 0.0)
-    x = x[:, :, :length]
-    return x.flip(2) if layout.reverse else x
-
-
-def _chunks(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor, layout: _Layout, log_decay: bool
-) -> tuple[Tensor, Tensor]:
-    length = q.shape[2]
-    q, k, v = (_in_chunks(x, layout) for x in (q, k, v))
-    if gate.dim() == 1:
-        pairs, entry, exit_, total = _constant_decays(gate, layout, log_decay)
+def _plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    initial_state: Tensor | None,
+    initial_key_sum: Tensor | None,
+    cu_seqlens: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The scan in differentiable operations: output, final state, key sum and denominator."""
+    dtype = state_dtype(q, k, v, gate, initial_state, initial_key_sum)
+    length, normalize = q.shape[2], options.normalize
+    keys, values = k.to(dtype), v.to(dtype)
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = _first_state(keys, values, initial_state, initial_key_sum, rows, normalize)
+    if length == 0:
+        out, final = values.clone(), state.clone()
+        denominator = out.new_empty((*out.shape[:2], 0))
     else:
-        gate = _in_chunks(gate, layout, 0.0 if log_decay else 1.0)
-        pairs, entry, exit_, total = _token_decays(gate, log_decay)
+        queries = _map(q.to(dtype), options.feature_map, options.query_scale)
+        keys = _map(keys, options.feature_map, options.key_scale)
+        if normalize:
+            # The key sum is the state of a value that is always 1.
+            values = torch.cat((values, torch.ones_like(values[..., :1])), -1)
+        layout = lay_out(length, cu_seqlens, options.reverse, q.device)
+        decays = _decays(gate.to(dtype), layout, options.log_decay)
+        queries, keys, values = (in_chunks(x, layout) for x in (queries, keys, values))
+        entering, final = _states(keys, values, decays, state, layout)
+        out = (queries @ keys.transpose(-1, -2) * decays.pairs) @ values
+        out = out + (queries * decays.entry.unsqueeze(-1)) @ entering
+        out = in_rows(out, layout, length)
+        denominator = out[..., -1]
+        if normalize:
+            out = out[..., :-1] / denominator.unsqueeze(-1).clamp(min=options.eps)
+    empty = out.new_empty((0,))
+    if not normalize:
+        return out.to(v.dtype), final, empty, empty
+    return out.to(v.dtype), final[..., :-1], final[..., -1], denominator
 
-    local = (k * exit_.unsqueeze(-1)).transpose(-1, -2) @ v
-    entering, final = _carry(local, total[..., None, None], state, layout)
-    out = (q @ k.transpose(-1, -2) * pairs) @ v + (q * entry.unsqueeze(-1)) @ entering
-    return _in_rows(out, layout, length), final
+
+def _decays(gate: Tensor, layout: Layout, log_decay: bool) -> Decays:
+    if gate.dim() == 1:
+        return constant_decays(gate, layout, log_decay)
+    return token_decays(in_chunks(gate, layout, 0.0 if log_decay else 1.0), log_decay)
 
 
-def _carry(
-    local: Tensor, total: Tensor, state: Tensor, layout: _Layout
+def _states(
+    k: Tensor, v: Tensor, decays: Decays, state: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor]:
     """Return the states that enter the chunks, and those that leave the sequences."""
-    chunks = layout.chunks
-    steps, decays = local.unbind(2), total.expand(*local.shape[:3], 1, 1).unbind(2)
-    if layout.segments is None:
-        entering = []
-        for step, decay in zip(steps, decays):
-            entering.append(state)
-            state = torch.addcmul(step, decay, state)
-        return torch.stack(entering, 2), state
+    steps = ((k * decays.exit.unsqueeze(-1)).transpose(-1, -2) @ v).unbind(2)
+    through = decays.total[..., None, None].expand(*k.shape[:3], 1, 1).unbind(2)
+    entering, current = [], state
+    packed = layout.packed
+    if packed is None:
+        for step, decay in zip(steps, through):
+            entering.append(current)
+            current = torch.addcmul(step, decay, current)
+        return torch.stack(entering, 2), current
 
-    assert layout.first is not None and layout.last is not None and layout.empty is not None
-    if state.shape[0] == 0 or chunks == 0:
-        return torch.zeros_like(local), state.clone()
-    own = state.index_select(0, layout.segments).transpose(0, 1).unsqueeze(0)
-    firsts = own.unbind(2)
+    if state.shape[0] == 0 or not steps:
+        shape = (*k.shape[:3], k.shape[-1], v.shape[-1])
+        return k.new_zeros(shape), state.clone()
+    firsts = state.index_select(0, packed.owner).unsqueeze(1).unbind(0)
     current = torch.zeros_like(firsts[0])
-    entering, leaving = [], []
-    for i in range(chunks):
-        current = torch.where(layout.first[i], firsts[i], current)
+    leaving = []
+    for first, is_first, step, decay in zip(firsts, packed.is_first, steps, through):
+        current = torch.where(is_first, first, current)
         entering.append(current)
-        current = torch.addcmul(steps[i], decays[i], current)
+        current = torch.addcmul(step, decay, current)
         leaving.append(current)
-    final = torch.stack(leaving, 2).index_select(2, layout.last)[0].transpose(0, 1)
-    final = torch.where(layout.empty.view(-1, 1, 1, 1), state, final)
+    final = torch.cat(leaving).index_select(0, packed.last)
+    final = torch.where(packed.empty.view(-1, 1, 1, 1), state, final)
     return torch.stack(entering, 2), final
 
 
-Decays = tuple[Tensor, Tensor, Tensor, Tensor]
-"""The decays from token s to token r of each chunk (lower triangle, 0 above it), from before the
-chunk to each token, from each token to after the chunk, and through the chunk:
-``(..., chunks, size, size)``, twice ``(..., chunks, size)`` and ``(..., chunks)``."""
+def _grad_states(
+    q: Tensor, grad: Tensor, decays: Decays, grad_final: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the states that leave the chunks, and of the first states."""
+    steps = ((q * decays.entry.unsqueeze(-1)).transpose(-1, -2) @ grad).unbind(2)
+    through = decays.total[..., None, None].expand(*q.shape[:3], 1, 1).unbind(2)
+    leaving, current = [], grad_final
+    packed = layout.packed
+    if packed is None:
+        for step, decay in zip(reversed(steps), reversed(through)):
+            leaving.append(current)
+            current = torch.addcmul(step, decay, current)
+        return torch.stack(leaving[::-1], 2), current
+
+    if grad_final.shape[0] == 0 or not steps:
+        shape = (*q.shape[:3], q.shape[-1], grad.shape[-1])
+        return q.new_zeros(shape), grad_final.clone()
+    lasts = grad_final.index_select(0, packed.owner).unsqueeze(1).unbind(0)
+    current = torch.zeros_like(lasts[0])
+    entering = []
+    for i in reversed(range(layout.chunks)):
+        current = torch.where(packed.is_last[i], lasts[i], current)
+        leaving.append(current)
+        current = torch.addcmul(steps[i], through[i], current)
+        entering.append(current)
+    initial = torch.cat(entering[::-1]).index_select(0, packed.first)
+    initial = torch.where(packed.empty.view(-1, 1, 1, 1), grad_final, initial)
+    return torch.stack(leaving[::-1], 2), initial
 
 
-def _constant_decays(gate: Tensor, layout: _Layout, log_decay: bool) -> Decays:
-    position = torch.arange(layout.size, device=gate.device)
-    distance = position.unsqueeze(1) - position
-    lengths = layout.lengths
-    to_end = (lengths.unsqueeze(1) - 1 - position).clamp(min=0)
-    pairs = _power(gate.view(-1, 1, 1), distance.clamp(min=0), log_decay)
-    pairs = pairs.masked_fill(distance < 0, 0.0).unsqueeze(1)
-    entry = _power(gate.view(-1, 1, 1), position + 1, log_decay)
-    exit_ = _power(gate.view(-1, 1, 1), to_end, log_decay)
-    return pairs, entry, exit_, _power(gate.view(-1, 1), lengths, log_decay)
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    initial_state: Tensor | None,
+    initial_key_sum: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with torch.no_grad():
+        out, *rest = _plain(
+            q, k, v, gate, initial_state, initial_key_sum, cu_seqlens, Options(*options)
+        )
+    final_state, final_key_sum, denominator = (_own(x) for x in rest)
+    return out.contiguous(), final_state, final_key_sum, denominator
 
 
-def _power(gate: Tensor, exponent: Tensor, log_decay: bool) -> Tensor:
-    if not log_decay:
-        return gate.pow(exponent.to(gate.dtype))
-    return (gate * exponent).masked_fill(exponent == 0, 0.0).exp()
+def _own(x: Tensor) -> Tensor:
+    """Copy what may be a view of another result."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
-def _token_decays(gate: Tensor, log_decay: bool) -> Decays:
-    """Decays by differences of cumulative logarithms between two restarts.
-
-    A gate that restarts counts as 1 there. Between tokens on its two sides the decay is that gate
-    times the others, and across two such gates the product of both: 0, or next to it, but the
-    gradients of the gate come from there.
-    """
-    value = gate.exp() if log_decay else gate
-    restart = value < SMALLEST_GATE
-    if log_decay:
-        logs = gate.masked_fill(restart, 0.0)
+def _backward(
+    grad_out: Tensor,
+    grad_state: Tensor,
+    grad_key_sum: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    initial_state: Tensor | None,
+    initial_key_sum: Tensor | None,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    denominator: Tensor,
+    of_gate: bool,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    options = Options(*rest)
+    dtype = state_dtype(q, k, v, gate, initial_state, initial_key_sum)
+    length, normalize = q.shape[2], options.normalize
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    grad_final = _first_state(k.to(dtype), v, grad_state, grad_key_sum, rows, normalize)
+    if length == 0:
+        grad_q, grad_k, grad_v = (x.to(dtype, copy=True) for x in (q, k, v))
+        grad_gate, grad_initial = torch.zeros_like(gate, dtype=dtype), grad_final.clone()
     else:
-        logs = value.masked_fill(restart, 1.0).log()
-    sums, ids = logs.cumsum(-1), restart.cumsum(-1)
-    size = gate.shape[-1]
-    position = torch.arange(size, device=gate.device)
+        queries, keys = q.to(dtype), k.to(dtype)
+        values, grad = v.to(dtype), grad_out.to(dtype)
+        state = _first_state(keys, values, initial_state, initial_key_sum, rows, normalize)
+        mapped_q = _map(queries, options.feature_map, options.query_scale)
+        mapped_k = _map(keys, options.feature_map, options.key_scale)
+        if normalize:
+            values = _with_column(values, 1.0)
+            divisor = denominator.clamp(min=options.eps).unsqueeze(-1)
+            grad = grad / divisor
+            along = -(grad * out).sum(-1)
+            grad = _with_column(grad, along.masked_fill_(denominator < options.eps, 0.0))
+        layout = lay_out(length, cu_seqlens, options.reverse, q.device)
+        parts = [in_chunks(x, layout) for x in (mapped_q, mapped_k, values, grad)]
+        with torch.set_grad_enabled(of_gate):
+            leaf = gate.detach().to(dtype).requires_grad_(of_gate)
+            decays = _decays(leaf, layout, options.log_decay)
+        *found, grad_initial, of_decays = _grad_chunks(
+            *parts, decays, state, grad_final, layout, of_gate
+        )
+        if of_gate:
+            (grad_gate,) = torch.autograd.grad(decays.tensors(), leaf, of_decays.tensors())
+        grad_q, grad_k, grad_v = (in_rows(x, layout, length) for x in found)
+        grad_q = _grad_of_map(grad_q, queries, options.feature_map, options.query_scale)
+        grad_k = _grad_of_map(grad_k, keys, options.feature_map, options.key_scale)
+        grad_v = grad_v[..., :-1] if normalize else grad_v
+    if not of_gate:
+        grad_gate = gate.new_empty((0,), dtype=dtype)
+    columns = v.shape[-1]
+    grad_state, grad_key_sum = (
+        _own(part) if given is not None else gate.new_empty((0,), dtype=dtype)
+        for given, part in (
+            (initial_state, grad_initial[..., :columns]),
+            (initial_key_sum, grad_initial[..., -1]),
+        )
+    )
+    grad_q, grad_k, grad_v = (x.contiguous() for x in (grad_q, grad_k, grad_v))
+    return grad_q, grad_k, grad_v, grad_gate, grad_state, grad_key_sum
 
-    # Column 0 stands for the place before the chunk.
-    before_sums = torch.nn.functional.pad(sums, (1, 0))
-    before_ids = torch.nn.functional.pad(ids, (1, 0))
-    crossed = ids.unsqueeze(-1) - before_ids.unsqueeze(-2)
-    after = position.unsqueeze(1) < position - 0
-    after = torch.nn.functional.pad(after, (1, 0))
-    exponent = sums.unsqueeze(-1) - before_sums.unsqueeze(-2)
-    decays = exponent.masked_fill(after | (crossed > 2), -torch.inf).exp()
-    through = gate.requires_grad and torch.is_grad_enabled()
-    if through:
-        last = torch.where(restart, position, -1).cummax(-1).values
-        one = value.gather(-1, last.clamp(min=0))
-        previous = last.gather(-1, (last - 1).clamp(min=0))
-        two = one * value.gather(-1, previous.clamp(min=0))
-        factor = torch.where(crossed == 1, one.unsqueeze(-1), two.unsqueeze(-1))
-        decays = torch.where(crossed == 0, decays, decays * factor)
-    else:
-        decays = decays.masked_fill(crossed > 0, 0.0)
-    pairs, entry = decays[..., 1:], decays[..., 0]
-    return pairs, entry, pairs[..., -1, :], entry[..., -1]
+
+def _grad_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    decays: Decays,
+    state: Tensor,
+    grad_final: Tensor,
+    layout: Layout,
+    of_gate: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Decays]:
+    """Return the gradients of q, k, v, the first states and the decays (empty if not asked for)."""
+    pairs, entry, exit_ = decays.pairs.detach(), decays.entry.detach(), decays.exit.detach()
+    fixed = Decays(pairs, entry, exit_, decays.total.detach())
+    entering, _ = _states(k, v, fixed, state, layout)
+    leaving, grad_initial = _grad_states(q, grad, fixed, grad_final, layout)
+
+    weights = q @ k.transpose(-1, -2)
+    grad_weights = grad @ v.transpose(-1, -2)
+    of_pairs = weights * grad_weights if of_gate else weights
+    grad_v = weights.mul_(pairs).transpose(-1, -2) @ grad
+    grad_weights.mul_(pairs)
+    grad_q, grad_k = grad_weights @ k, grad_weights.transpose(-1, -2) @ q
+    del weights, grad_weights
+
+    grad_v.add_((k @ leaving).mul_(exit_.unsqueeze(-1)))
+    through_q = grad @ entering.transpose(-1, -2)
+    through_k = v @ leaving.transpose(-1, -2)
+    of_decays = fixed
+    if of_gate:
+        of_decays = Decays(
+            of_pairs.sum_to_size(pairs.shape),
+            (q * through_q).sum(-1).sum_to_size(entry.shape),
+            (k * through_k).sum(-1).sum_to_size(exit_.shape),
+            (entering * leaving).sum((-1, -2)).sum_to_size(fixed.total.shape),
+        )
+    grad_q.add_(through_q.mul_(entry.unsqueeze(-1)))
+    grad_k.add_(through_k.mul_(exit_.unsqueeze(-1)))
+    return grad_q, grad_k, grad_v, grad_initial, of_decays
+
+
+def _fake_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    initial_state: Tensor | None,
+    initial_key_sum: Tensor | None,
+    cu_seqlens: Tensor | None,
+    feature_map: str,
+    query_scale: float,
+    key_scale: float,
+    normalize: bool,
+    eps: float,
+    log_decay: bool,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, heads, length, width = q.shape
+    rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    dtype = state_dtype(q, k, v, gate, initial_state, initial_key_sum)
+    return (
+        v.new_empty(v.shape),
+        v.new_empty((rows, heads, width, v.shape[3]), dtype=dtype),
+        v.new_empty((rows, heads, width) if normalize else (0,), dtype=dtype),
+        v.new_empty((batch, heads, length) if normalize else (0,), dtype=dtype),
+    )
+
+
+def _fake_backward(
+    grad_out: Tensor,
+    grad_state: Tensor,
+    grad_key_sum: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    initial_state: Tensor | None,
+    initial_key_sum: Tensor | None,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    denominator: Tensor,
+    of_gate: bool,
+    feature_map: str,
+    query_scale: float,
+    key_scale: float,
+    normalize: bool,
+    eps: float,
+    log_decay: bool,
+    reverse: bool,
+) -> tuple[Tensor, ...]:
+    dtype = state_dtype(q, k, v, gate, initial_state, initial_key_sum)
+    shapes = [
+        x.shape if x is not None and wanted else (0,)
+        for x, wanted in (
+            (q, True), (k, True), (v, True), (gate, of_gate),
+            (initial_state, True), (initial_key_sum, True),
+        )
+    ]  # fmt: skip
+    return tuple(q.new_empty(shape, dtype=dtype) for shape in shapes)
+
+
+_OPTIONS = (
+    "str feature_map, float query_scale, float key_scale, bool normalize, float eps, "
+    "bool log_decay, bool reverse"
+)
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor gate, Tensor? initial_state, "
+    "Tensor? initial_key_sum, Tensor? cu_seqlens"
+)
+_forward_op = LIBRARY.register(
+    f"scalar_decay_torch({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+)
+_backward_op = LIBRARY.register(
+    f"scalar_decay_torch_bwd(Tensor grad_out, Tensor grad_state, Tensor grad_key_sum, {_INPUTS}, "
+    f"Tensor out, Tensor denominator, bool of_gate, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
