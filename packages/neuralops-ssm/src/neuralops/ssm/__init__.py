@@ -1,7 +1,8 @@
 """State-space model operators with fused Triton kernels and a fast PyTorch path."""
 
+from neuralops.ssm.gdn import gdn_scan, gdn_step, nlms_scan, nlms_step
 from neuralops.ssm.hgrn2 import hgrn2_scan, hgrn2_step
 
 __version__ = "0.1.0"
 
-__all__ = ["hgrn2_scan", "hgrn2_step"]
+__all__ = ["gdn_scan", "gdn_step", "hgrn2_scan", "hgrn2_step", "nlms_scan", "nlms_step"]
