@@ -62,15 +62,18 @@ def _inputs(
 
 
 def _large(
-    batch: int, length: int, channels: int
+    batch: int, length: int, channels: int, *, forgetting: float = 0.2
 ) -> Callable[[torch.device, torch.dtype, torch.Generator], Arguments]:
-    """A maker of inputs for benchmarks, drawn on the device: logarithms of gates near 1."""
+    """A maker of inputs for benchmarks, drawn on the device: logarithms of gates.
+
+    Their mean is about ``-forgetting``.
+    """
 
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         on_device = torch.Generator(device).manual_seed(generator.initial_seed())
         shape = (batch, length, channels)
         f = torch.rand(shape, generator=on_device, device=device, dtype=dtype)
-        f = f.mul_(0.98).add_(0.02).log_().mul_(0.2)
+        f = f.mul_(0.98).add_(0.02).log_().mul_(forgetting)
         iv = torch.randn(shape, generator=on_device, device=device, dtype=dtype)
         return (f, iv), {"log_decay": True}
 
@@ -88,6 +91,12 @@ def _workload(
 ) -> Workload:
     label = f"B{batch} L{length} D{channels}"
     return Workload(label, _large(batch, length, channels), length, device=device, series=series)
+
+
+def _long_memory(batch: int, length: int, channels: int) -> Workload:
+    """Gates so near 1 that a part of a split sequence never forgets what came before it."""
+    label = f"B{batch} L{length} D{channels}, long memory"
+    return Workload(label, _large(batch, length, channels, forgetting=1e-3), length)
 
 
 _PACKED = (0, 0, 15, 15, 16, 80, 120)
@@ -129,6 +138,7 @@ OPERATOR = Operator(
     workloads=(
         _workload(8, 2048, 2048),
         _workload(1, 32768, 2048),
+        _long_memory(1, 32768, 2048),
         _workload(8, 4096, 4096),
         *(_workload(1, 1024 * 4**i, 2048, series="B1 D2048") for i in range(5) if i != 2),
         _workload(1, 128, 64),
