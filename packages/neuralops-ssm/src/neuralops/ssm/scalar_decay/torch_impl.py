@@ -363,7 +363,7 @@ def _grad_states(
     return torch.stack(leaving[::-1], 2), initial
 
 
-def _forward(
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -373,6 +373,7 @@ def _forward(
     cu_seqlens: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the scan without keeping anything: output, final state, key sum and denominator."""
     with torch.no_grad():
         out, *rest = _plain(
             q, k, v, gate, initial_state, initial_key_sum, cu_seqlens, Options(*options)
@@ -551,22 +552,22 @@ def _fake_backward(
     return tuple(q.new_empty(shape, dtype=dtype) for shape in shapes)
 
 
-_OPTIONS = (
+OPTIONS = (
     "str feature_map, float query_scale, float key_scale, bool normalize, float eps, "
     "bool log_decay, bool reverse"
 )
-_INPUTS = (
+INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor gate, Tensor? initial_state, "
     "Tensor? initial_key_sum, Tensor? cu_seqlens"
 )
 _forward_op = LIBRARY.register(
-    f"scalar_decay_torch({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _forward,
+    f"scalar_decay_torch({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    forward,
     _fake_forward,
 )
 _backward_op = LIBRARY.register(
-    f"scalar_decay_torch_bwd(Tensor grad_out, Tensor grad_state, Tensor grad_key_sum, {_INPUTS}, "
-    f"Tensor out, Tensor denominator, bool of_gate, {_OPTIONS}) "
+    f"scalar_decay_torch_bwd(Tensor grad_out, Tensor grad_state, Tensor grad_key_sum, {INPUTS}, "
+    f"Tensor out, Tensor denominator, bool of_gate, {OPTIONS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
