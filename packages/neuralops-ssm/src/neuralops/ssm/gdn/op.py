@@ -9,11 +9,34 @@ import torch
 from torch.nn import functional
 
 from neuralops.core.operator import Arguments, Implementation, Operator, Sample, Workload
-from neuralops.ssm.gdn import reference, torch_impl
+from neuralops.core.suitability import triton_reasons
+from neuralops.ssm.gdn import reference, torch_impl, triton_impl
 
 Tensor = torch.Tensor
 Make = Callable[[torch.device, torch.dtype, torch.Generator], Arguments]
 _PACKED = (0, 0, 15, 15, 16, 80, 120)
+
+
+def _triton_reasons(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    alpha: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    log_decay: bool,
+    normalize_qk: bool,
+    nlms: bool,
+) -> Sequence[str]:
+    reasons = triton_reasons(q, k, v, beta, alpha, initial_state)
+    for name, width in (("Dk", q.shape[3]), ("Dv", v.shape[3])):
+        if not 1 <= width <= triton_impl.MAX_WIDTH:
+            reasons.append(
+                f"{name} is {width}, these kernels serve widths from 1 to {triton_impl.MAX_WIDTH}"
+            )
+    return reasons
 
 
 def _inputs(
@@ -156,6 +179,7 @@ def _workloads(nlms: bool) -> tuple[Workload, ...]:
 
 
 _IMPLEMENTATIONS = (
+    Implementation("triton", triton_impl.scan, _triton_reasons),
     Implementation("torch", torch_impl.scan),
     Implementation("reference", reference.scan, automatic=False),
 )
