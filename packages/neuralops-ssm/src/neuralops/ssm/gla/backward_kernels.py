@@ -6,13 +6,17 @@ import triton.language as tl
 from neuralops.ssm.gla.forward_kernels import add_weights
 from neuralops.ssm.gla.kernels import (
     AFTER,
+    IN_PART,
+    IN_WHOLE,
     LEVEL,
     LEVELS,
+    PART,
     SCALARS,
     UNTIL,
-    base_ones,
+    WHOLE,
     choose_base,
     chunk,
+    gate_sums,
     head,
     load_gates,
     load_ones,
@@ -70,11 +74,11 @@ def _load_grad(
 
 @triton.jit
 def _through(
-    p_rows, b_den, start, o_row, m_row, p_state, o_k, stride, stride_d,
+    p_rows, b_den, b_factor, start, o_row, m_row, p_state, o_k, stride, stride_d,
     DK: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr, NORMALIZE: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """What the rows take from the transposed state, ``(CHUNK, BLOCK_K)``."""
+    """What the rows take from the transposed state times a factor, ``(CHUNK, BLOCK_K)``."""
     b_into = tl.zeros((CHUNK, o_k.shape[0]), tl.float32)
     for i_v in tl.range(0, DV, BLOCK_V, num_stages=1):
         o_v = i_v + tl.arange(0, BLOCK_V)
@@ -84,19 +88,93 @@ def _through(
         )  # fmt: skip
         m_state = (o_k < DK)[None, :] & (o_v < DV)[:, None]
         b_state = tl.load(p_state + o_k[None, :] * DV + o_v[:, None], mask=m_state, other=0.0)
-        b_into = tl.dot(
-            b_rows, operand(b_state, OPERAND, PRECISION), b_into, input_precision=PRECISION
-        )
+        b_state = operand(b_state.to(tl.float32) * b_factor[None, :], OPERAND, PRECISION)
+        b_into = tl.dot(b_rows, b_state, b_into, input_precision=PRECISION)
     return b_into
+
+
+@triton.jit
+def _pairs(
+    grad, v, b_den, b_along, start, o_row, m_row, x_sl, x_sd, v_sl, v_sd,
+    DV: tl.constexpr, UNIT: tl.constexpr, NORMALIZE: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The gradients of the weights of all pairs of tokens, a lower triangle ``(CHUNK, CHUNK)``."""
+    r, t = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    b_pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for i_v in tl.range(0, DV, BLOCK_V, num_stages=1):
+        o_v = i_v + tl.arange(0, BLOCK_V)
+        b_x = _load_grad(
+            grad, b_den, start, o_row, m_row, o_v, x_sl, x_sd,
+            DV, UNIT, NORMALIZE, OPERAND, PRECISION,
+        )  # fmt: skip
+        b_v = load_rows(v, start, o_row, m_row, o_v, v_sl, v_sd, DV, UNIT).to(OPERAND)
+        b_pairs = tl.dot(b_x, tl.trans(b_v), b_pairs, input_precision=PRECISION)
+    if NORMALIZE:
+        b_pairs += b_along[:, None]
+    return operand(tl.where(t <= r, b_pairs, 0.0), OPERAND, PRECISION)
+
+
+@triton.jit
+def _whole(
+    b_grad_g, b_g, b_total, b_middle, q, k, grad, v, state, grad_state, key_sum, grad_sum,
+    b_den, b_along, scale, ones, start, o_row, m_row, o_k, grad_q, grad_k,
+    q_sl, q_sd, k_sl, k_sd, x_sl, x_sd, v_sl, v_sd,
+    DK: tl.constexpr, DV: tl.constexpr, LOG: tl.constexpr, NORMALIZE: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+    SUM_PARTS: tl.constexpr, UNIT: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of q and k where one product takes the chunk; add to that of the gates.
+
+    Queries, keys and states all are relative to the middle token.
+    """
+    b_sums = ones_product(load_ones(ones, IN_WHOLE, CHUNK), b_g, PARTS)
+    b_up, b_down = power(b_sums, LOG), power(-b_sums, LOG)
+    b_q = load_rows(q, start, o_row, m_row, o_k, q_sl, q_sd, DK, UNIT).to(tl.float32) * scale
+    b_k = load_rows(k, start, o_row, m_row, o_k, k_sl, k_sd, DK, UNIT).to(tl.float32)
+    b_queries = operand(b_q * b_up, OPERAND, PRECISION)
+    b_keys = operand(b_k * b_down, OPERAND, PRECISION)
+    b_pairs = _pairs(
+        grad, v, b_den, b_along, start, o_row, m_row, x_sl, x_sd, v_sl, v_sd,
+        DV, UNIT, NORMALIZE, OPERAND, PRECISION, CHUNK, BLOCK_V,
+    )  # fmt: skip
+
+    b_before, b_after = power(b_middle, LOG), power(b_total - b_middle, LOG)
+    b_into = _through(
+        grad, b_den, b_before, start, o_row, m_row, state, o_k, x_sl, x_sd,
+        DK, DV, UNIT, NORMALIZE, OPERAND, PRECISION, CHUNK, BLOCK_V,
+    )  # fmt: skip
+    if NORMALIZE:
+        b_sum = tl.load(key_sum + o_k, mask=o_k < DK, other=0.0)
+        b_into += b_along[:, None] * (b_sum * b_before)[None, :]
+    b_into = tl.dot(b_pairs, b_keys, b_into, input_precision=PRECISION)
+    store_rows(grad_q, b_into * b_up * scale, o_row, m_row, o_k, DK)
+    b_ended = b_queries.to(tl.float32) * b_into
+
+    b_into = _through(
+        v, b_den, b_after, start, o_row, m_row, grad_state, o_k, v_sl, v_sd,
+        DK, DV, UNIT, False, OPERAND, PRECISION, CHUNK, BLOCK_V,
+    )  # fmt: skip
+    if NORMALIZE:
+        b_sum = tl.load(grad_sum + o_k, mask=o_k < DK, other=0.0)
+        b_into += (b_sum * b_after)[None, :]
+    # What leaves the chunk passes the gates after it; below all keys are taken from t on.
+    b_grad_g += tl.sum(b_keys.to(tl.float32) * b_into, 0)[None, :]
+    b_into = tl.dot(tl.trans(b_pairs), b_queries, b_into, input_precision=PRECISION)
+    store_rows(grad_k, b_into * b_down, o_row, m_row, o_k, DK)
+    b_ended -= b_keys.to(tl.float32) * b_into
+    b_ones = tl.trans(load_ones(ones, UNTIL, CHUNK))
+    return b_grad_g + ones_product(b_ones, b_ended, SUM_PARTS)
 
 
 @triton.jit
 def _side(
     b_grad_g, own, other, gates, row_values, column_values, state, own_sum, row_along,
-    column_along, row_den, column_den, factor, other_factor, ones, start, o_row, m_row, o_k,
+    column_along, row_den, column_den, factor, other_factor, base, ones, start, o_row, m_row, o_k,
     own_sl, own_sd, other_sl, other_sd, g_sl, g_sd, row_sl, row_sd, column_sl, column_sd,
     DK: tl.constexpr, DV: tl.constexpr, LOG: tl.constexpr, NORMALIZE: tl.constexpr,
-    LATER: tl.constexpr, LIMIT: tl.constexpr,
+    LATER: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
     SUM_PARTS: tl.constexpr, UNIT: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -114,8 +192,9 @@ def _side(
     b_other = b_other.to(tl.float32) * other_factor
 
     # Across the chunk's border.
+    b_one = tl.full((BLOCK_K,), 1.0, tl.float32)
     b_grad = _through(
-        row_values, row_den, start, o_row, m_row, state, o_k, row_sl, row_sd,
+        row_values, row_den, b_one, start, o_row, m_row, state, o_k, row_sl, row_sd,
         DK, DV, UNIT, NORMALIZE and LATER, OPERAND, PRECISION, CHUNK, BLOCK_V,
     )  # fmt: skip
     if NORMALIZE:
@@ -144,16 +223,15 @@ def _side(
     b_pairs = operand(tl.where(m_pairs, b_pairs, 0.0), OPERAND, PRECISION)
 
     # Within blocks that are taken in one product.
-    base = choose_base(b_g, ones, LOG, PARTS, LIMIT, CHUNK)
     if base == 0:
         b_same = tl.sum(tl.where(r == t, b_pairs.to(tl.float32), 0.0), 1)
         b_grad += b_same[:, None] * b_other
     else:
-        b_ones = base_ones(ones, base, CHUNK)
+        b_ones = load_ones(ones, IN_PART, CHUNK)
         b_sums = ones_product(b_ones, b_g, PARTS)
         b_sums = b_sums if LATER else -b_sums
         b_others = operand(b_other * power(-b_sums, LOG), OPERAND, PRECISION)
-        b_block = tl.where(r >> base == t >> base, b_pairs, 0.0).to(OPERAND)
+        b_block = tl.where(r >> PART == t >> PART, b_pairs, 0.0).to(OPERAND)
         b_into = tl.dot(b_block, b_others, input_precision=PRECISION)
         b_up = power(b_sums, LOG)
         b_grad += b_into * b_up
@@ -163,7 +241,7 @@ def _side(
         b_grad_g += b_into if LATER else -b_into
 
     # Between the halves of larger blocks.
-    for i in range(base, LEVELS):
+    for i in tl.range(base, LEVELS, num_stages=1):
         b_ones = load_ones(ones, LEVEL + i, CHUNK)
         b_decays = power(ones_product(b_ones, b_g, PARTS), LOG)
         here = ((r >> i) % 2 == 1) == LATER
@@ -191,29 +269,23 @@ def _restarts(
     r, t = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     o_c = tl.arange(0, CHUNK)
     b_any = tl.max((b_g < RESTART).to(tl.int32), 1)
+    b_one = tl.full((o_k.shape[0],), 1.0, tl.float32)
     b_into_q = _through(
-        grad, b_den, start, o_row, m_row, state, o_k, x_sl, x_sd,
+        grad, b_den, b_one, start, o_row, m_row, state, o_k, x_sl, x_sd,
         DK, DV, UNIT, NORMALIZE, OPERAND, PRECISION, CHUNK, BLOCK_V,
     )  # fmt: skip
     b_into_k = _through(
-        v, b_den, start, o_row, m_row, grad_state, o_k, v_sl, v_sd,
+        v, b_den, b_one, start, o_row, m_row, grad_state, o_k, v_sl, v_sd,
         DK, DV, UNIT, False, OPERAND, PRECISION, CHUNK, BLOCK_V,
     )  # fmt: skip
-    b_pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
-    for i_v in tl.range(0, DV, BLOCK_V, num_stages=1):
-        o_v = i_v + tl.arange(0, BLOCK_V)
-        b_x = _load_grad(
-            grad, b_den, start, o_row, m_row, o_v, x_sl, x_sd,
-            DV, UNIT, NORMALIZE, OPERAND, PRECISION,
-        )  # fmt: skip
-        b_v = load_rows(v, start, o_row, m_row, o_v, v_sl, v_sd, DV, UNIT).to(OPERAND)
-        b_pairs = tl.dot(b_x, tl.trans(b_v), b_pairs, input_precision=PRECISION)
+    b_pairs = _pairs(
+        grad, v, b_den, b_along, start, o_row, m_row, x_sl, x_sd, v_sl, v_sd,
+        DV, UNIT, NORMALIZE, OPERAND, PRECISION, CHUNK, BLOCK_V,
+    )  # fmt: skip
     if NORMALIZE:
         b_into_q += b_along[:, None] * tl.load(key_sum + o_k, mask=o_k < DK, other=0.0)[None, :]
         b_into_k += tl.load(grad_sum + o_k, mask=o_k < DK, other=0.0)[None, :]
-        b_pairs += b_along[:, None]
-    b_pairs = operand(tl.where(t <= r, b_pairs, 0.0), OPERAND, PRECISION)
-    for i in range(CHUNK):
+    for i in tl.range(0, CHUNK, num_stages=1):
         if tl.max(tl.where(o_c == i, b_any, 0)) > 0:
             b_ones = ((t > i) & (t <= r)) | ((r < i) & (t > r) & (t < i))
             b_ones = b_ones.to(tl.float32 if PARTS == 0 else tl.bfloat16)
@@ -292,24 +364,36 @@ def gradients_kernel(
         b_grad_sum = tl.load(p_grad_sum + o_k, mask=o_k < DK, other=0.0)
         b_through += b_sum * b_grad_sum
     b_g = load_gates(p_g, start, o_row, m_row, o_k, g_sl, g_sd, DK, UNIT, LOG)
+    b_total, b_middle = gate_sums(b_g, CHUNK)
     b_grad_g = tl.zeros((CHUNK, BLOCK_K), tl.float32)
-    b_grad_g += (power(tl.sum(b_g, 0), LOG) * b_through)[None, :]
-    b_grad, b_grad_g = _side(
-        b_grad_g, p_q, p_k, p_g, p_x, p_v, p_state, p_sum, b_along, b_one, b_den, b_one,
-        scale, 1.0, ones, start, o_row, m_row, o_k,
-        q_sl, q_sd, k_sl, k_sd, g_sl, g_sd, x_sl, x_sd, v_sl, v_sd,
-        DK, DV, LOG, NORMALIZE, True, LIMIT,
-        OPERAND, PRECISION, PARTS, SUM_PARTS, UNIT, CHUNK, BLOCK_K, BLOCK_V,
-    )  # fmt: skip
-    store_rows(grad_q + o_first * DK, b_grad * scale, o_row, m_row, o_k, DK)
-    b_grad, b_grad_g = _side(
-        b_grad_g, p_k, p_q, p_g, p_v, p_x, p_grad_state, p_grad_sum, b_one, b_along, b_one,
-        b_den, 1.0, scale, ones, start, o_row, m_row, o_k,
-        k_sl, k_sd, q_sl, q_sd, g_sl, g_sd, v_sl, v_sd, x_sl, x_sd,
-        DK, DV, LOG, NORMALIZE, False, LIMIT,
-        OPERAND, PRECISION, PARTS, SUM_PARTS, UNIT, CHUNK, BLOCK_K, BLOCK_V,
-    )  # fmt: skip
-    store_rows(grad_k + o_first * DK, b_grad, o_row, m_row, o_k, DK)
+    b_grad_g += (power(b_total, LOG) * b_through)[None, :]
+    base = choose_base(b_g, b_total, ones, LOG, PARTS, LIMIT, CHUNK)
+    if base == WHOLE:
+        b_grad_g = _whole(
+            b_grad_g, b_g, b_total, b_middle, p_q, p_k, p_x, p_v, p_state, p_grad_state,
+            p_sum, p_grad_sum, b_den, b_along, scale, ones, start, o_row, m_row, o_k,
+            grad_q + o_first * DK, grad_k + o_first * DK,
+            q_sl, q_sd, k_sl, k_sd, x_sl, x_sd, v_sl, v_sd,
+            DK, DV, LOG, NORMALIZE, OPERAND, PRECISION, PARTS, SUM_PARTS, UNIT,
+            CHUNK, BLOCK_K, BLOCK_V,
+        )  # fmt: skip
+    else:
+        b_grad, b_grad_g = _side(
+            b_grad_g, p_q, p_k, p_g, p_x, p_v, p_state, p_sum, b_along, b_one, b_den, b_one,
+            scale, 1.0, base, ones, start, o_row, m_row, o_k,
+            q_sl, q_sd, k_sl, k_sd, g_sl, g_sd, x_sl, x_sd, v_sl, v_sd,
+            DK, DV, LOG, NORMALIZE, True,
+            OPERAND, PRECISION, PARTS, SUM_PARTS, UNIT, CHUNK, BLOCK_K, BLOCK_V,
+        )  # fmt: skip
+        store_rows(grad_q + o_first * DK, b_grad * scale, o_row, m_row, o_k, DK)
+        b_grad, b_grad_g = _side(
+            b_grad_g, p_k, p_q, p_g, p_v, p_x, p_grad_state, p_grad_sum, b_one, b_along, b_one,
+            b_den, 1.0, scale, base, ones, start, o_row, m_row, o_k,
+            k_sl, k_sd, q_sl, q_sd, g_sl, g_sd, v_sl, v_sd, x_sl, x_sd,
+            DK, DV, LOG, NORMALIZE, False,
+            OPERAND, PRECISION, PARTS, SUM_PARTS, UNIT, CHUNK, BLOCK_K, BLOCK_V,
+        )  # fmt: skip
+        store_rows(grad_k + o_first * DK, b_grad, o_row, m_row, o_k, DK)
     if not LOG:
         b_g = load_gates(p_g, start, o_row, m_row, o_k, g_sl, g_sd, DK, UNIT, LOG)
         b_grad_g = tl.where(b_g < RESTART, 0.0, b_grad_g * tl.exp2(-b_g))
@@ -355,6 +439,7 @@ def values_kernel(
     if NORMALIZE:
         b_den = tl.load(denominator + o_first + o_row, mask=m_row, other=1.0)
         b_den = tl.maximum(b_den, eps)
+    r, t = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     b_grad = tl.zeros((CHUNK, BLOCK_V), tl.float32)
     b_weights = tl.zeros((CHUNK, CHUNK), tl.float32)
     for i_k in tl.range(0, DK, BLOCK_K, num_stages=1):
@@ -366,14 +451,24 @@ def values_kernel(
         m_state = (o_k < DK)[:, None] & (o_v < DV)[None, :]
         o_tile = o_k[:, None] * DV + o_v[None, :]
         b_grad_state = tl.load(p_grad_state + o_tile, mask=m_state, other=0.0)
-        b_after = power(ones_product(load_ones(ones, AFTER, CHUNK), b_g, PARTS), LOG)
-        b_grad = tl.dot(
-            operand(b_k * b_after, OPERAND, PRECISION),
-            operand(b_grad_state, OPERAND, PRECISION), b_grad, input_precision=PRECISION,
-        )  # fmt: skip
-        b_weights = add_weights(
-            b_weights, b_q, b_k, b_g, ones, LOG, OPERAND, PRECISION, PARTS, LIMIT, CHUNK
-        )
+        b_total, b_middle = gate_sums(b_g, CHUNK)
+        base = choose_base(b_g, b_total, ones, LOG, PARTS, LIMIT, CHUNK)
+        b_grad_state = b_grad_state.to(tl.float32)
+        if base == WHOLE:
+            b_sums = ones_product(load_ones(ones, IN_WHOLE, CHUNK), b_g, PARTS)
+            b_queries = operand(b_q * power(b_sums, LOG), OPERAND, PRECISION)
+            b_keys = operand(b_k * power(-b_sums, LOG), OPERAND, PRECISION)
+            b_weights = tl.dot(b_queries, tl.trans(b_keys), b_weights, input_precision=PRECISION)
+            b_grad_state *= power(b_total - b_middle, LOG)[:, None]
+        else:
+            b_after = power(ones_product(load_ones(ones, AFTER, CHUNK), b_g, PARTS), LOG)
+            b_keys = operand(b_k * b_after, OPERAND, PRECISION)
+            b_weights = add_weights(
+                b_weights, b_q, b_k, b_g, base, ones, LOG, OPERAND, PRECISION, PARTS, CHUNK
+            )
+        b_grad_state = operand(b_grad_state, OPERAND, PRECISION)
+        b_grad = tl.dot(b_keys, b_grad_state, b_grad, input_precision=PRECISION)
+    b_weights = tl.where(t <= r, b_weights, 0.0)
     b_x = _load_grad(
         p_x, b_den, start, o_row, m_row, o_v, x_sl, x_sd,
         DV, UNIT, NORMALIZE, OPERAND, PRECISION,

@@ -4,13 +4,17 @@ import triton
 import triton.language as tl
 
 from neuralops.ssm.gla.kernels import (
+    IN_PART,
+    IN_WHOLE,
     LEVEL,
     LEVELS,
+    PART,
     SCALARS,
     UNTIL,
-    base_ones,
+    WHOLE,
     choose_base,
     chunk,
+    gate_sums,
     head,
     load_gates,
     load_ones,
@@ -25,22 +29,21 @@ from neuralops.ssm.gla.kernels import (
 
 @triton.jit
 def add_weights(
-    b_weights, b_q, b_k, b_g, ones,
+    b_weights, b_q, b_k, b_g, base, ones,
     LOG: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
-    LIMIT: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Add what these channels give the weights ``(CHUNK, CHUNK)`` of all pairs of tokens."""
     r, t = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    base = choose_base(b_g, ones, LOG, PARTS, LIMIT, CHUNK)
     if base == 0:
         b_weights += tl.where(r == t, tl.sum(b_q * b_k, 1)[:, None], 0.0)
     else:
-        b_sums = ones_product(base_ones(ones, base, CHUNK), b_g, PARTS)
+        b_sums = ones_product(load_ones(ones, IN_PART, CHUNK), b_g, PARTS)
         b_queries = operand(b_q * power(b_sums, LOG), OPERAND, PRECISION)
         b_keys = operand(b_k * power(-b_sums, LOG), OPERAND, PRECISION)
         b_pairs = tl.dot(b_queries, tl.trans(b_keys), input_precision=PRECISION)
-        b_weights += tl.where((r >> base == t >> base) & (t <= r), b_pairs, 0.0)
-    for i in range(base, LEVELS):
+        b_weights += tl.where((r >> PART == t >> PART) & (t <= r), b_pairs, 0.0)
+    for i in tl.range(base, LEVELS, num_stages=1):
         b_decays = power(ones_product(load_ones(ones, LEVEL + i, CHUNK), b_g, PARTS), LOG)
         second = (r >> i) % 2 == 1
         b_queries = operand(tl.where(second, b_q * b_decays, 0.0), OPERAND, PRECISION)
@@ -80,6 +83,7 @@ def outputs_kernel(
     p_g = head(gates, i_b, i_h, g_sb, g_sh, UNIT)
     p_state = states + (i_bh * slots + slot) * DK * DV
 
+    r, t = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     b_out = tl.zeros((CHUNK, BLOCK_V), tl.float32)
     b_weights = tl.zeros((CHUNK, CHUNK), tl.float32)
     b_den = tl.zeros((CHUNK,), tl.float32)
@@ -91,19 +95,34 @@ def outputs_kernel(
         b_k = load_rows(p_k, start, o_row, m_row, o_k, k_sl, k_sd, DK, UNIT).to(tl.float32)
         m_state = (o_k < DK)[:, None] & (o_v < DV)[None, :]
         b_state = tl.load(p_state + o_k[:, None] * DV + o_v[None, :], mask=m_state, other=0.0)
-        b_until = power(ones_product(load_ones(ones, UNTIL, CHUNK), b_g, PARTS), LOG)
-        b_decayed = b_q * b_until
-        b_out = tl.dot(
-            operand(b_decayed, OPERAND, PRECISION), operand(b_state, OPERAND, PRECISION), b_out,
-            input_precision=PRECISION,
-        )  # fmt: skip
+        b_state = b_state.to(tl.float32)
         if NORMALIZE:
             p_sum = sums + (i_bh * slots + slot) * DK + o_k
             b_sum = tl.load(p_sum, mask=o_k < DK, other=0.0)
-            b_den += tl.sum(b_decayed * b_sum[None, :], 1)
-        b_weights = add_weights(
-            b_weights, b_q, b_k, b_g, ones, LOG, OPERAND, PRECISION, PARTS, LIMIT, CHUNK
+        b_total, b_middle = gate_sums(b_g, CHUNK)
+        base = choose_base(b_g, b_total, ones, LOG, PARTS, LIMIT, CHUNK)
+        if base == WHOLE:
+            # Both the state and the keys meet queries relative to the middle token.
+            b_sums = ones_product(load_ones(ones, IN_WHOLE, CHUNK), b_g, PARTS)
+            b_decayed = b_q * power(b_sums, LOG)
+            b_keys = operand(b_k * power(-b_sums, LOG), OPERAND, PRECISION)
+            b_queries = operand(b_decayed, OPERAND, PRECISION)
+            b_state *= power(b_middle, LOG)[:, None]
+            b_weights = tl.dot(b_queries, tl.trans(b_keys), b_weights, input_precision=PRECISION)
+            if NORMALIZE:
+                b_sum = b_sum * power(b_middle, LOG)
+        else:
+            b_decayed = b_q * power(ones_product(load_ones(ones, UNTIL, CHUNK), b_g, PARTS), LOG)
+            b_queries = operand(b_decayed, OPERAND, PRECISION)
+            b_weights = add_weights(
+                b_weights, b_q, b_k, b_g, base, ones, LOG, OPERAND, PRECISION, PARTS, CHUNK
+            )
+        b_out = tl.dot(
+            b_queries, operand(b_state, OPERAND, PRECISION), b_out, input_precision=PRECISION
         )
+        if NORMALIZE:
+            b_den += tl.sum(b_decayed * b_sum[None, :], 1)
+    b_weights = tl.where(t <= r, b_weights, 0.0)
     b_v = load_rows(p_v, start, o_row, m_row, o_v, v_sl, v_sd, DV, UNIT).to(OPERAND)
     b_out = tl.dot(operand(b_weights, OPERAND, PRECISION), b_v, b_out, input_precision=PRECISION)
     if NORMALIZE:

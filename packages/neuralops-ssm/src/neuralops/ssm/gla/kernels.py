@@ -73,8 +73,9 @@ def chunk(table, i_b, slot, slots, L, CHUNK: tl.constexpr, PACKED: tl.constexpr)
         start, end = tl.load(p_row), tl.load(p_row + 1)
         owner, flags = tl.load(p_row + 2), tl.load(p_row + 3)
         return start, end, owner, (flags & 1) > 0, (flags & 2) > 0
-    start = slot * CHUNK
-    return start, tl.minimum(start + CHUNK, L), i_b, slot == 0, slot == slots - 1
+    else:
+        start = slot * CHUNK
+        return start, tl.minimum(start + CHUNK, L), i_b, slot == 0, slot == slots - 1
 
 
 @triton.jit
@@ -127,27 +128,30 @@ def power(sums, LOG: tl.constexpr):
 
 
 @triton.jit
+def gate_sums(b_g, CHUNK: tl.constexpr):
+    """All gates of the chunk, and those up to its middle token, ``(BLOCK,)`` each."""
+    first = (tl.arange(0, CHUNK) <= CHUNK // 2)[:, None]
+    return tl.sum(b_g, 0), tl.sum(tl.where(first, b_g, 0.0), 0)
+
+
+@triton.jit
 def choose_base(
-    b_g, ones, LOG: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr, CHUNK: tl.constexpr
-):
+    b_g, b_total, ones, LOG: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
     """The largest block whose gates go down no further than 2 to the minus LIMIT.
 
     It is given as the logarithm of its size: 6, 4 or 0.
     """
-    b_size = tl.abs(b_g) * LOG2_E if LOG else tl.abs(b_g)
-    base = tl.where(tl.max(tl.sum(b_size, 0)) > LIMIT, 0, WHOLE)
+    b_range = tl.abs(b_total) * LOG2_E if LOG else tl.abs(b_total)
+    base = tl.where(tl.max(b_range) > LIMIT, 0, WHOLE)
     if base == 0:
+        b_size = tl.abs(b_g) * LOG2_E if LOG else tl.abs(b_g)
         b_sums = ones_product(load_ones(ones, SAME_BLOCK, CHUNK), b_size, PARTS)
         base = tl.where(tl.max(b_sums) > LIMIT, 0, PART)
     if not LOG:
-        base = tl.where(tl.max(b_size) > MILD, 0, base)
+        base = tl.where(tl.max(tl.abs(b_g)) > MILD, 0, base)
     return base
-
-
-@triton.jit
-def base_ones(ones, base, CHUNK: tl.constexpr):
-    """The matrix that gives the gates up to each token, relative to the middle of its block."""
-    return load_ones(ones, tl.where(base == WHOLE, IN_WHOLE, IN_PART), CHUNK)
 
 
 @triton.jit(do_not_specialize=["n", "L", "slots"])

@@ -30,8 +30,8 @@ class Tiles:
     stages: int = 1
 
 
-STATES = Tiles(block_k=64, block_v=64, warps=4, stages=2)
-OUTPUTS = Tiles(block_k=32, block_v=64, warps=4)
+STATES = Tiles(block_k=64, block_v=64, warps=4, stages=3)
+OUTPUTS = Tiles(block_k=64, block_v=64, warps=4)
 GRADIENTS = Tiles(block_k=32, block_v=64, warps=4)
 VALUES = Tiles(block_k=32, block_v=64, warps=4)
 WIDE_STATES = Tiles(block_k=32, block_v=64, warps=4)
