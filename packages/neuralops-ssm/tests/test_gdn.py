@@ -26,6 +26,7 @@ from neuralops.core.testing import (
 )
 from neuralops.core.testing.fixtures import BACKENDS, DEVICE, sample_matrix, samples
 from neuralops.ssm import gdn_scan, gdn_step, nlms_scan, nlms_step
+from neuralops.ssm.gdn import triton_impl
 from neuralops.ssm.gdn.op import NLMS, OPERATOR
 
 BACKENDS = [b for b in BACKENDS if b.values[0] in OPERATOR.backends]
@@ -96,6 +97,18 @@ def test_matches_oracle(operator, backend, dtype, sample):
     with poisoned_memory():
         errors = check_sample(operator, sample, backend=backend, device=DEVICE, dtype=dtype)
     assert [str(error) for error in errors if not error.passed] == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@SCANS
+def test_split_along_the_sequence(backend, scan, monkeypatch):
+    monkeypatch.setattr(triton_impl, "ENOUGH_PROGRAMS", 100)
+    monkeypatch.setattr(triton_impl, "SHORTEST_PART", 1)
+    *tokens, state = inputs(130, 1, 16, group=2)
+    assert triton_impl._split(tokens[0], tokens[2], triton_impl.LEAN)[1] == 3
+    options = {"initial_state": state, "return_final_state": True}
+    matches_oracle(scan, (tokens, options), backend)
+    matches_oracle(scan, (tokens, {}), backend)
 
 
 def test_reference_is_the_closed_form_without_the_error():

@@ -21,6 +21,7 @@ from neuralops.ssm.gdn.kernels import (
     LEAVE,
     NORM_EPS,
     dot,
+    from_start,
     load_decays,
     load_rows,
     load_square,
@@ -29,6 +30,7 @@ from neuralops.ssm.gdn.kernels import (
     sequence_of_chunk,
     squares,
     store_state,
+    to_end,
 )
 
 WALK = ["B", "H", "L", "part", "splits", "chunks", "q_sb", "q_sh", "q_sl", "k_sb", "k_sh", "k_sl",
@@ -56,9 +58,12 @@ def states_kernel(
     if HAS_INITIAL:
         b_state = load_state(initial_state + i_state * DK * DV, o_k, o_v, DK, DV).to(tl.float32)
     if SPLIT:
-        for i in range(i_part):
-            p_maps = maps + (i_row * (splits - 1) + i) * DK * (DV + DK)
-            b_state = apply_map(p_maps, b_state, o_v, DK, BK, DV, BV, False, PRECISION)
+        if i_part > 0:
+            WIDTH: tl.constexpr = 2 * DV + DK
+            p_enters = maps + (i_row * splits + i_part) * DK * WIDTH + DV + DK
+            m_state = (o_k < DK)[:, None] & (o_v < DV)[None, :]
+            o_state = o_k[:, None] * WIDTH + o_v[None, :]
+            b_state = tl.load(p_enters + o_state, mask=m_state, other=0.0)
     p_errors = errors + i_row * L * DV
     for first in tl.range(start, end, C, num_stages=STAGES):
         row = first + tl.arange(0, C)
@@ -88,8 +93,9 @@ def gradient_walk_kernel(
 ):  # fmt: skip
     """Write the gradients of the values, of the state after each chunk, and of initial states.
 
-    To find the PARTS it starts each part but the first from zero, and only writes what is the
-    gradient at the part's begin then: ``grad_parts (B, Hv, splits, DK, DV)``.
+    To find the PARTS it starts each part but the last from zero, and only writes the gradient at
+    the part's begin: ``grad_parts (B, Hv, 2, splits, DK, DV)``, whose other half is memory to
+    work in.
     """
     i_block, i_part, i_row, i_state, i_h, start, end, place = walk(
         cu_seqlens, tl.program_id(0), H, L, part, splits, chunks, B, (DV + BV - 1) // BV, C, PACKED
@@ -106,15 +112,21 @@ def gradient_walk_kernel(
     p_g = g + (i_row // H * g_sb + i_h * g_sh) * UNIT
     b_grad = tl.zeros((BK, BV), tl.float32)
     if HAS_GRAD_FINAL:
-        if PARTS == 0:
+        if i_part == splits - 1:
             p_final = grad_final + i_state * DK * DV
             b_grad = load_state(p_final, o_k, o_v, DK, DV).to(tl.float32)
     if SPLIT:
+        # The last part began with the gradient of the final state, so that it needs no map.
+        p_parts = grad_parts + i_row * 2 * splits * DK * DV
+        p_out = p_parts + (splits + i_part) * DK * DV
+        p_maps = maps + i_row * splits * DK * (2 * DV + DK)
         for i in range(splits - 1, i_part, -1):
             if i < splits - 1:
-                p_maps = maps + (i_row * (splits - 1) + i) * DK * (DV + DK)
-                b_grad = apply_map(p_maps, b_grad, o_v, DK, BK, DV, BV, True, PRECISION)
-            b_grad += load_state(grad_parts + (i_row * splits + i) * DK * DV, o_k, o_v, DK, DV)
+                b_grad = apply_map(
+                    p_maps + i * DK * (2 * DV + DK), p_out, b_grad, o_k, o_v, DK, DV, BK, DV, True,
+                    PRECISION,
+                )  # fmt: skip
+            b_grad += load_state(p_parts + i * DK * DV, o_k, o_v, DK, DV)
 
     n_chunks = (end - start + C - 1) // C
     for i in tl.range(0, n_chunks, num_stages=STAGES):
@@ -145,7 +157,8 @@ def gradient_walk_kernel(
         b_grad += dot(tl.trans(b_q), b_leave[:, None] * b_g.to(tl.float32), DTYPE, PRECISION)
         b_grad -= dot(tl.trans(b_k), b_enter[:, None] * b_dv, DTYPE, PRECISION)
     if PARTS:
-        store_state(grad_parts + (i_row * splits + i_part) * DK * DV, b_grad, o_k, o_v, DK, DV)
+        p_part = grad_parts + (i_row * 2 * splits + i_part) * DK * DV
+        store_state(p_part, b_grad, o_k, o_v, DK, DV)
     elif HAS_INITIAL:
         if i_part == 0:
             store_state(grad_initial + i_state * DK * DV, b_grad, o_k, o_v, DK, DV)
@@ -153,7 +166,7 @@ def gradient_walk_kernel(
 
 @triton.jit
 def _of_pairs(
-    b_of_pairs, b_sum_r, b_count_r, b_sum, b_count, b_reset, variants,
+    b_of_pairs, sums_r, sums, b_reset, variants,
     BEFORE: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of each decay's logarithm ``(C,)`` from the products between tokens s < r.
@@ -165,7 +178,7 @@ def _of_pairs(
     r, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     b_grad = tl.zeros((C,), tl.float32)
     for resets in range(variants):
-        b_pairs = b_of_pairs * products(b_sum_r, b_count_r, b_sum, b_count, resets)
+        b_pairs = b_of_pairs * products(sums_r, sums, resets)
         b_pairs = tl.where(r > s, b_pairs, 0.0)
         # [r, j]: what goes from before token j to token r
         b_through = tl.dot(b_pairs, tl.where(r < s, 1.0, 0.0), input_precision=PRECISION)
@@ -176,24 +189,23 @@ def _of_pairs(
 
 @triton.jit
 def _of_states(
-    b_of_leave, b_of_enter, b_of_last, of_whole, b_sum, b_count, b_sum_e, b_count_e,
-    b_reset, total, resets_in_chunk, variants, NLMS: tl.constexpr, C: tl.constexpr,
+    b_of_leave, b_of_enter, b_of_last, of_whole, sums, sums_e, total, b_reset, variants,
+    BEFORE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The same from the products between the chunk's tokens and its two ends."""
     r, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     b_grad = tl.zeros((C,), tl.float32)
     for resets in range(variants):
-        b_leave = tl.where(b_count == resets, tl.exp2(b_sum) * b_of_leave, 0.0)
-        b_enter = tl.where(b_count_e == resets, tl.exp2(b_sum_e) * b_of_enter, 0.0)
-        after = resets_in_chunk - b_count == resets
-        b_last = tl.where(after, tl.exp2(total - b_sum) * b_of_last, 0.0)
-        whole = tl.where(resets_in_chunk == resets, tl.exp2(total) * of_whole, 0.0)
-        if NLMS:
+        b_leave = from_start(sums, resets) * b_of_leave
+        b_enter = from_start(sums_e, resets) * b_of_enter
+        b_last = to_end(sums, total, resets) * b_of_last
+        if BEFORE:
             b_through = tl.where(r >= s, b_leave[:, None], b_last[:, None])
             b_through += tl.where(r > s, b_enter[:, None], 0.0)
         else:
             b_through = tl.where(r >= s, (b_leave + b_enter)[:, None], b_last[:, None])
-        b_grad = tl.where(b_reset == resets, tl.sum(b_through, 0) + whole, b_grad)
+        b_through = tl.sum(b_through, 0) + from_start(total, resets) * of_whole
+        b_grad = tl.where(b_reset == resets, b_through, b_grad)
     return b_grad
 
 
@@ -264,12 +276,12 @@ def within_kernel(
         p_beta = beta + i_b * b_sb + i_hv * b_sh + row.to(tl.int64) * b_sl
         b_beta = tl.load(p_beta, mask=valid, other=0.0).to(tl.float32) / b_divisor
         p_alpha = alpha + i_b * a_sb + i_hv * a_sh
-        _, _, b_reset, b_sum, b_count, b_sum_e, b_count_e = load_decays(
+        _, b_reset, sums, sums_e, total = load_decays(
             p_alpha, row, valid, a_sl, LOG_DECAY, NLMS
         )
         variants = 1
         if not LOG_DECAY:
-            variants = 1 + (tl.sum(b_reset, 0) > 0).to(tl.int32)
+            variants = 1 + (total[2] > 0).to(tl.int32)
         p_g = g + (i_b * g_sb + i_hv * g_sh) * UNIT
         b_ge = tl.zeros((C, C), tl.float32)
         b_dve = tl.zeros((C, C), tl.float32)
@@ -290,13 +302,11 @@ def within_kernel(
             b_k = load_rows(p_k, row, valid, o_piece, DK, k_sl, k_sd, UNIT)
             b_pairs += dot(b_q, tl.trans(b_k), DTYPE, PRECISION)
         b_pairs = b_pairs * b_ge * b_scale[:, None] * b_norm[None, :]
-        b_d = tl.where(r >= s, products(b_sum, b_count, b_sum, b_count, 0), 0.0)
+        b_d = tl.where(r >= s, products(sums, sums, 0), 0.0)
         b_grad_beta = tl.sum(b_pairs * b_d, 0)
         b_of_a += b_d * b_ge * b_beta[None, :]
         b_pairs *= b_beta[None, :]
-        b_grad_alpha = _of_pairs(
-            b_pairs, b_sum, b_count, b_sum, b_count, b_reset, variants, False, C, ROUGH
-        )
+        b_grad_alpha = _of_pairs(b_pairs, sums, sums, b_reset, variants, False, C, ROUGH)
 
         b_pairs = tl.zeros((C, C), tl.float32)
         for first in tl.range(0, key_width, PIECE):
@@ -304,13 +314,11 @@ def within_kernel(
             b_k = load_rows(p_k, row, valid, o_piece, DK, k_sl, k_sd, UNIT)
             b_pairs += dot(b_k, tl.trans(b_k), DTYPE, PRECISION)
         b_pairs = b_pairs * b_dve * b_norm[:, None] * b_norm[None, :]
-        b_d = tl.where(r > s, products(b_sum_e, b_count_e, b_sum, b_count, 0), 0.0)
+        b_d = tl.where(r > s, products(sums_e, sums, 0), 0.0)
         b_grad_beta += tl.sum(b_pairs * b_d, 0)
         b_of_t += b_d * b_dve * b_beta[None, :]
         b_pairs *= b_beta[None, :]
-        b_grad_alpha += _of_pairs(
-            b_pairs, b_sum_e, b_count_e, b_sum, b_count, b_reset, variants, NLMS, C, ROUGH
-        )
+        b_grad_alpha += _of_pairs(b_pairs, sums_e, sums, b_reset, variants, NLMS, C, ROUGH)
         o_row = i_value * L + row
         tl.store(grad_gates + o_row, b_grad_beta, mask=valid)
         tl.store(grad_gates + rows + o_row, b_grad_alpha, mask=valid)
@@ -387,13 +395,11 @@ def between_kernel(
         p_beta = beta + i_b * b_sb + i_hv * b_sh + row.to(tl.int64) * b_sl
         b_beta = tl.load(p_beta, mask=valid, other=0.0).to(tl.float32) / b_divisor
         p_alpha = alpha + i_b * a_sb + i_hv * a_sh
-        b_alpha, b_log, b_reset, b_sum, b_count, b_sum_e, b_count_e = load_decays(
+        b_alpha, b_reset, sums, sums_e, total = load_decays(
             p_alpha, row, valid, a_sl, LOG_DECAY, NLMS
         )
-        total, resets = tl.sum(b_log, 0), tl.sum(b_reset, 0)
-        b_enter = tl.where(b_count_e == 0, tl.exp2(b_sum_e), 0.0)
-        b_leave = tl.where(b_count == 0, tl.exp2(b_sum), 0.0)
-        b_last = tl.where(b_count == resets, tl.exp2(total - b_sum), 0.0)
+        b_enter, b_leave = from_start(sums_e, 0), from_start(sums, 0)
+        b_last = to_end(sums, total, 0)
         b_kt = tl.trans(load_rows(p_k, row, valid, o_k, DK, k_sl, k_sd, UNIT)).to(tl.float32)
         b_of_last = tl.sum(b_kt * b_eds, 0) * b_norm
         b_of_enter = -tl.sum(b_kt * b_dvs, 0) * b_norm
@@ -407,11 +413,11 @@ def between_kernel(
         b_grad_beta = tl.load(grad_gates + o_row, mask=valid, other=0.0) + b_last * b_of_last
         variants = 1
         if not LOG_DECAY:
-            variants = 1 + (resets > 0).to(tl.int32)
+            variants = 1 + (total[2] > 0).to(tl.int32)
         b_grad_alpha = tl.load(grad_gates + rows + o_row, mask=valid, other=0.0)
         b_grad_alpha += _of_states(
-            b_of_leave, b_of_enter, b_of_last * b_beta, of_whole, b_sum, b_count, b_sum_e, b_count_e,
-            b_reset, total, resets, variants, NLMS, C,
+            b_of_leave, b_of_enter, b_of_last * b_beta, of_whole, sums, sums_e, total,
+            b_reset, variants, NLMS, C,
         )  # fmt: skip
         if not LOG_DECAY:
             b_grad_alpha = b_grad_alpha / tl.where(b_reset == 1, 1.0, b_alpha)

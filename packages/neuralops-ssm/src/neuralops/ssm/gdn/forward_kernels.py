@@ -9,6 +9,7 @@ from neuralops.ssm.gdn.kernels import (
     LEAVE,
     NORM_EPS,
     dot,
+    from_start,
     inverse,
     load_decays,
     load_rows,
@@ -19,6 +20,7 @@ from neuralops.ssm.gdn.kernels import (
     sequence_rows,
     squares,
     store_state,
+    to_end,
 )
 
 CHUNKS = ["scale", "H", "L", "chunks", "n", "steps",
@@ -58,17 +60,14 @@ def chunk_kernel(
     p_beta = beta + i_b * b_sb + i_h * b_sh + row.to(tl.int64) * b_sl
     b_beta = tl.load(p_beta, mask=valid, other=0.0).to(tl.float32)
     p_alpha = alpha + i_b * a_sb + i_h * a_sh
-    _, b_log, b_reset, b_sum, b_count, b_sum_e, b_count_e = load_decays(
-        p_alpha, row, valid, a_sl, LOG_DECAY, NLMS
-    )
-    total, resets = tl.sum(b_log, 0), tl.sum(b_reset, 0)
+    _, _, sums, sums_e, total = load_decays(p_alpha, row, valid, a_sl, LOG_DECAY, NLMS)
 
     DTYPE: tl.constexpr = squares_of_t.dtype.element_ty
     b_qk = dot(b_q, tl.trans(b_k), DTYPE, PRECISION)
     b_kk = dot(b_k, tl.trans(b_k), DTYPE, PRECISION)
-    b_enter = tl.where(b_count_e == 0, tl.exp2(b_sum_e), 0.0)
-    b_leave = tl.where(b_count == 0, tl.exp2(b_sum), 0.0) * scale
-    b_last = tl.where(b_count == resets, tl.exp2(total - b_sum), 0.0)
+    b_enter = from_start(sums_e, 0)
+    b_leave = from_start(sums, 0) * scale
+    b_last = to_end(sums, total, 0)
     b_scale = tl.zeros_like(b_beta) + scale
     if NLMS:
         b_beta = b_beta / (1.0 + squares(b_k))
@@ -83,8 +82,8 @@ def chunk_kernel(
     b_last *= b_beta
 
     r, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    b_a = b_qk * b_scale[:, None] * products(b_sum, b_count, b_sum, b_count, 0) * b_beta[None, :]
-    b_lower = b_kk * products(b_sum_e, b_count_e, b_sum, b_count, 0) * b_beta[None, :]
+    b_a = b_qk * b_scale[:, None] * products(sums, sums, 0) * b_beta[None, :]
+    b_lower = b_kk * products(sums_e, sums, 0) * b_beta[None, :]
     b_t = inverse(tl.where(r > s, b_lower, 0.0), C, PRECISION)
 
     rows = tl.num_programs(0).to(tl.int64) // chunks * L
@@ -96,7 +95,7 @@ def chunk_kernel(
     tl.store(factors + ENTER * rows + o_row, b_enter, mask=valid)
     tl.store(factors + LEAVE * rows + o_row, b_leave, mask=valid)
     tl.store(factors + LAST * rows + o_row, b_last, mask=valid)
-    tl.store(wholes + i_row * chunks + place, tl.where(resets == 0, tl.exp2(total), 0.0))
+    tl.store(wholes + i_row * chunks + place, from_start(total, 0))
 
 
 @triton.jit
@@ -132,8 +131,9 @@ def forward_parts_kernel(
 ):  # fmt: skip
     """Each part but the last as a map of the state: ``S -> M S + N``.
 
-    ``maps (B, Hv, splits - 1, DK, DV + DK)`` has N and M side by side: N is the state after the
-    part from a zero one, and M that from the identity with values of zero.
+    ``maps (B, Hv, splits, DK, 2 DV + DK)`` has N and M side by side: N is the state after the
+    part from a zero one, and M that from the identity with values of zero. Beside them is place
+    for the state that enters the part.
     """
     OF_V: tl.constexpr = (DV + BV - 1) // BV
     BLOCKS: tl.constexpr = OF_V + (DK + BV - 1) // BV
@@ -161,8 +161,8 @@ def forward_parts_kernel(
         b_read = dot(b_k, b_state, DTYPE, PRECISION)
         b_e = dot(b_t, b_v.to(tl.float32) - b_enter[:, None] * b_read, DTYPE, PRECISION)
         b_state = b_state * whole + dot(tl.trans(b_k), b_last[:, None] * b_e, DTYPE, PRECISION)
-    WIDTH: tl.constexpr = DV + DK
-    p_maps = maps + (i_row * (splits - 1) + i_part) * DK * WIDTH
+    WIDTH: tl.constexpr = 2 * DV + DK
+    p_maps = maps + (i_row * splits + i_part) * DK * WIDTH
     o_column = o_v + tl.where(of_values, 0, DV)
     m_column = o_v < tl.where(of_values, DV, DK)
     mask = (o_k < DK)[:, None] & m_column[None, :]
@@ -170,13 +170,13 @@ def forward_parts_kernel(
 
 
 @triton.jit
-def apply_map(p_maps, b_state, o_v, DK: tl.constexpr, BK: tl.constexpr, DV: tl.constexpr,
-              BV: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """``M S + N``, or ``M^T S``, some rows at a time."""
-    WIDTH: tl.constexpr = DV + DK
+def apply_map(
+    p_map, p_out, b_state, o_k, o_v, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
+    PITCH: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``M S + N``, or ``M^T S``, some rows at a time, by way of memory: rows of PITCH at ``p_out``."""
+    WIDTH: tl.constexpr = 2 * DV + DK
     ROWS: tl.constexpr = min(BK, 32)
-    o_k = tl.arange(0, BK)
-    b_next = tl.zeros((BK, BV), tl.float32)
     for first in tl.range(0, BK, ROWS, num_stages=1):
         o_row = first + tl.arange(0, ROWS)
         m_row = o_row < DK
@@ -184,16 +184,18 @@ def apply_map(p_maps, b_state, o_v, DK: tl.constexpr, BK: tl.constexpr, DV: tl.c
             o_map = o_k[None, :] * WIDTH + DV + o_row[:, None]
         else:
             o_map = o_row[:, None] * WIDTH + DV + o_k[None, :]
-        b_map = tl.load(p_maps + o_map, mask=m_row[:, None] & (o_k < DK)[None, :], other=0.0)
+        b_map = tl.load(p_map + o_map, mask=m_row[:, None] & (o_k < DK)[None, :], other=0.0)
         b_rows = dot(b_map, b_state, tl.float32, PRECISION)
+        m_out = m_row[:, None] & (o_v < DV)[None, :]
         if not TRANSPOSED:
             o_add = o_row[:, None] * WIDTH + o_v[None, :]
-            m_add = m_row[:, None] & (o_v < DV)[None, :]
-            b_rows += tl.load(p_maps + o_add, mask=m_add, other=0.0)
-        b_rows = tl.broadcast_to(b_rows[None, :, :], (BK // ROWS, ROWS, BV))
-        here = (o_k // ROWS == first // ROWS)[:, None]
-        b_next = tl.where(here, tl.reshape(b_rows, (BK, BV)), b_next)
-    return b_next
+            b_rows += tl.load(p_map + o_add, mask=m_out, other=0.0)
+        tl.store(p_out + o_row[:, None] * PITCH + o_v[None, :], b_rows, mask=m_out)
+    tl.debug_barrier()
+    m_state = (o_k < DK)[:, None] & (o_v < DV)[None, :]
+    b_state = tl.load(p_out + o_k[:, None] * PITCH + o_v[None, :], mask=m_state, other=0.0)
+    tl.debug_barrier()
+    return b_state
 
 
 @triton.jit(do_not_specialize=WALK)
@@ -221,9 +223,14 @@ def forward_kernel(
     if HAS_INITIAL:
         b_state = load_state(initial_state + i_state * DK * DV, o_k, o_v, DK, DV).to(tl.float32)
     if SPLIT:
+        WIDTH: tl.constexpr = 2 * DV + DK
+        p_maps = maps + i_row * splits * DK * WIDTH
+        p_enters = p_maps + i_part * DK * WIDTH + DV + DK
         for i in range(i_part):
-            p_maps = maps + (i_row * (splits - 1) + i) * DK * (DV + DK)
-            b_state = apply_map(p_maps, b_state, o_v, DK, BK, DV, BV, False, PRECISION)
+            b_state = apply_map(
+                p_maps + i * DK * WIDTH, p_enters, b_state, o_k, o_v, DK, DV, BK, WIDTH, False,
+                PRECISION,
+            )  # fmt: skip
 
     for first in tl.range(start, end, C, num_stages=STAGES):
         row = first + tl.arange(0, C)

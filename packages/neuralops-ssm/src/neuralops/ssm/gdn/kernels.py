@@ -101,7 +101,11 @@ def store_state(p, b_state, o_k, o_v, DK: tl.constexpr, DV: tl.constexpr):
 
 @triton.jit
 def load_decays(p, row, valid, stride_l, LOG_DECAY: tl.constexpr, UNDECAYED: tl.constexpr):
-    """Sums of binary logarithms up to each token ``(C,)`` and counts of resets, for D and for E."""
+    """A chunk's decays and resets ``(C,)``, and their sums up to each token, for D and for E.
+
+    Sums are of the whole and the fractional parts of binary logarithms, apart, so that the
+    difference of two large ones has all its digits, and of resets. Then those of the chunk.
+    """
     b_a = tl.load(
         p + row.to(tl.int64) * stride_l, mask=valid, other=0.0 if LOG_DECAY else 1.0
     ).to(tl.float32)
@@ -114,17 +118,34 @@ def load_decays(p, row, valid, stride_l, LOG_DECAY: tl.constexpr, UNDECAYED: tl.
         reset = zero | (b_log < RESET)
     b_log = tl.where(reset, 0.0, b_log)
     b_reset = reset.to(tl.int32)
-    b_sum, b_count = tl.cumsum(b_log, 0), tl.cumsum(b_reset, 0)
+    b_whole = tl.floor(b_log)
+    b_part = b_log - b_whole
+    sums = tl.cumsum(b_whole, 0), tl.cumsum(b_part, 0), tl.cumsum(b_reset, 0)
+    total = tl.sum(b_whole, 0), tl.sum(b_part, 0), tl.sum(b_reset, 0)
     if UNDECAYED:
-        return b_a, b_log, b_reset, b_sum, b_count, b_sum - b_log, b_count - b_reset
-    return b_a, b_log, b_reset, b_sum, b_count, b_sum, b_count
+        return b_a, b_reset, sums, (sums[0] - b_whole, sums[1] - b_part, sums[2] - b_reset), total
+    return b_a, b_reset, sums, sums, total
 
 
 @triton.jit
-def products(b_sum, b_count, b_sum_s, b_count_s, RESETS: tl.constexpr):
-    """``(C, C)``: the decays' product from s to r, without the resets between, RESETS of them."""
-    together = b_count[:, None] - b_count_s[None, :] == RESETS
-    return tl.where(together, tl.exp2(b_sum[:, None] - b_sum_s[None, :]), 0.0)
+def products(sums_r, sums_s, resets):
+    """``(C, C)``: the product of the decays after s up to r, 0 unless it has so many resets."""
+    together = sums_r[2][:, None] - sums_s[2][None, :] == resets
+    b_log = sums_r[0][:, None] - sums_s[0][None, :] + (sums_r[1][:, None] - sums_s[1][None, :])
+    return tl.where(together, tl.exp2(b_log), 0.0)
+
+
+@triton.jit
+def from_start(sums, resets):
+    """``(C,)``: the product of the decays up to r."""
+    return tl.where(sums[2] == resets, tl.exp2(sums[0] + sums[1]), 0.0)
+
+
+@triton.jit
+def to_end(sums, total, resets):
+    """``(C,)``: the product of the decays after r."""
+    b_log = total[0] - sums[0] + (total[1] - sums[1])
+    return tl.where(total[2] - sums[2] == resets, tl.exp2(b_log), 0.0)
 
 
 @triton.jit

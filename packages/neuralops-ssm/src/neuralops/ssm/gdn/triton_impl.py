@@ -72,7 +72,7 @@ LEAN = Plan(
     forward=Tiles(32, 4, 1),
     states=Tiles(32, 4, 1),
     walk=Tiles(32, 4, 1),
-    within=Tiles(32, 4, 1),
+    within=Tiles(32, 8, 1),
     between=Tiles(32, 8, 1),
 )
 """For float32, for keys of up to 256, and for strides that 16 does not divide."""
@@ -179,8 +179,10 @@ def _launch_forward(
     )
     errors, squares_of_t, squares_of_a, factors, wholes, maps = kept
     packed = cu_seqlens is not None
-    if packed:
-        o.zero_()
+    if cu_seqlens is not None:
+        # Rows and chunks that belong to no sequence.
+        for x in (o, *kept[:-1]) if keep else (o,):
+            x.zero_()
         cu_seqlens = cu_seqlens.contiguous()
     results = (o, final_state, *(kept if keep else (x.new_empty(0) for x in kept)))
     rows = final_state.shape[0] * heads
@@ -208,6 +210,8 @@ def _launch_forward(
     tiles = plan.forward
     shape |= {"DV": width, "BV": min(tiles.block_v, _block(width)), "STAGES": tiles.stages}
     blocks = -(-width // shape["BV"])
+    if keep and splits == 1:
+        maps.zero_()
     sizes = (batch, heads, length, part, splits, chunks)
     if splits > 1:
         all_blocks = blocks + -(-key_width // shape["BV"])
@@ -254,7 +258,7 @@ def _launch_backward(
     batch, heads, length, width = errors.shape
     packed = cu_seqlens is not None
     sequences = batch
-    if packed:
+    if cu_seqlens is not None:
         sequences = cu_seqlens.shape[0] - 1
         cu_seqlens = cu_seqlens.contiguous()
         for grad in grads[:5]:
@@ -302,7 +306,7 @@ def _launch_backward(
     grid = (rows * splits * -(-width // options["BV"]),)
     grad_parts = None
     if splits > 1:
-        grad_parts = factors.new_empty((batch, heads, splits, key_width, width))
+        grad_parts = factors.new_empty((batch, heads, 2, splits, key_width, width))
     walk = (
         q, k, grad_o, squares_of_t, squares_of_a, factors, wholes, maps, grad_parts, grad_final,
         cu_seqlens, grad_v, grad_states, grad_initial, *sizes, *of_q, *of_k, *of_g,
@@ -414,7 +418,7 @@ def _fake_forward(
         ((batch, heads, length, plan.chunk), {"dtype": dtype, "device": v.device}),
         ((3, batch, heads, length), wide),
         ((batch, heads, chunks), wide),
-        ((batch, heads, splits - 1, key_width, width + key_width), wide),
+        ((batch, heads, splits if splits > 1 else 0, key_width, 2 * width + key_width), wide),
     )
     return (
         v.new_empty(v.shape),
