@@ -276,9 +276,7 @@ def within_kernel(
         p_beta = beta + i_b * b_sb + i_hv * b_sh + row.to(tl.int64) * b_sl
         b_beta = tl.load(p_beta, mask=valid, other=0.0).to(tl.float32) / b_divisor
         p_alpha = alpha + i_b * a_sb + i_hv * a_sh
-        _, b_reset, sums, sums_e, total = load_decays(
-            p_alpha, row, valid, a_sl, LOG_DECAY, NLMS
-        )
+        _, b_reset, sums, sums_e, total = load_decays(p_alpha, row, valid, a_sl, LOG_DECAY, NLMS)
         variants = 1
         if not LOG_DECAY:
             variants = 1 + (total[2] > 0).to(tl.int32)

@@ -106,9 +106,9 @@ def load_decays(p, row, valid, stride_l, LOG_DECAY: tl.constexpr, UNDECAYED: tl.
     Sums are of the whole and the fractional parts of binary logarithms, apart, so that the
     difference of two large ones has all its digits, and of resets. Then those of the chunk.
     """
-    b_a = tl.load(
-        p + row.to(tl.int64) * stride_l, mask=valid, other=0.0 if LOG_DECAY else 1.0
-    ).to(tl.float32)
+    b_a = tl.load(p + row.to(tl.int64) * stride_l, mask=valid, other=0.0 if LOG_DECAY else 1.0).to(
+        tl.float32
+    )
     if LOG_DECAY:
         b_log = b_a * LOG2_E
         reset = b_log < RESET

@@ -3,10 +3,11 @@
 Within a chunk that the state ``S`` enters, with ``D[r, s]`` the product of the decays after token
 s up to token r, and E the same for the rows of the error (in nlms one decay fewer),
 
-    (I + L) w = b (v - enter * k S),   L = b * (k k^T) * E below the diagonal,
-    o = leave * q S + (q k^T * D) w,   S_next = D[last, first] a_first S + (D[last] * k)^T w.
+    e = T (v - enter * k S),    T = (I + k k^T * E * b)^-1, the errors of the tokens,
+    o = leave * q S + A e,      A = q k^T * D * b,
+    S = whole * S + (last * b * k)^T e.
 
-All chunks' L are inverted at once. The loop over chunks is two small products each; everything
+All chunks' T are found at once. The loop over chunks is two small products each; everything
 else, forward and backward, is done for all chunks together. Products of decays are formed by
 multiplying, never by dividing, so that a decay of 0 has its own gradient.
 
@@ -176,12 +177,12 @@ class _DeltaRuleBackward(torch.autograd.Function):
         initial: Tensor,
         table: Tensor | None,
         inverse: Tensor,
-        written: Tensor,
+        errors: Tensor,
         states: Tensor,
         nlms: bool,
     ) -> Any:
         return _backward_op(
-            grad_o, grad_final, q, k, v, b, a, initial, table, inverse, written, states, nlms
+            grad_o, grad_final, q, k, v, b, a, initial, table, inverse, errors, states, nlms
         )
 
     @staticmethod
@@ -327,11 +328,11 @@ def _forward(
     a = _chunked(a, 1.0)
     count, rows = v.shape[:2]
     decays = _decays(a, _products(a), nlms)
-    inverse = _inverse(b * decays.to_error * (k @ k.transpose(-1, -2)))
-    of_value = inverse @ (b * v)
-    of_state = inverse @ (b * decays.enter * k)
-    onward = (decays.last * k).transpose(-1, -2)
-    written = torch.empty_like(v)
+    of_beta = b.transpose(-1, -2)
+    inverse = _inverse((k @ k.transpose(-1, -2)).mul_(decays.to_error).mul_(of_beta))
+    errors = inverse @ v
+    of_state = (inverse * decays.enter.transpose(-1, -2)) @ k
+    onward = (decays.last * b * k).transpose(-1, -2)
     states = v.new_empty(count + 1, rows, k.shape[-1], v.shape[-1])
     states[0] = initial.flatten(0, 1) if table is None else 0.0
     leaving = states[1:] if table is None else torch.empty_like(states[1:])
@@ -339,18 +340,22 @@ def _forward(
     for c in range(count):
         if enters is not None:
             states[c] = enters.state(c, leaving[c - 1] if c else states[0])
-        torch.baddbmm(of_value[c], of_state[c], states[c], alpha=-1, out=written[c])
-        torch.baddbmm(decays.whole[c] * states[c], onward[c], written[c], out=leaving[c])
-    o = decays.leave * (q @ states[:-1])
-    scores = (q @ k.transpose(-1, -2)).mul_(decays.within)
-    o = torch.baddbmm(o.flatten(0, 1), scores.flatten(0, 1), written.flatten(0, 1)).view_as(o)
+        errors[c].baddbmm_(of_state[c], states[c], alpha=-1)
+        torch.mul(decays.whole[c], states[c], out=leaving[c]).baddbmm_(onward[c], errors[c])
+    o = (q @ states[:-1]).mul_(decays.leave)
+    scores = (q @ k.transpose(-1, -2)).mul_(decays.within).mul_(of_beta)
+    _add_product(o, scores, errors)
     if table is None:
         final_state = states[-1].reshape(initial.shape).clone()
     else:
         final_state = leaving.index_select(0, table[1].clamp(min=0)) if count else initial
         final_state = torch.where((table[1] >= 0)[:, None, None, None], final_state, initial)
-    kept = (inverse, written, states[:-1])
+    kept = (inverse, errors, states[:-1])
     return _whole(o, like), final_state, *(x.flatten(0, 2) for x in kept)
+
+
+def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    out.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1))
 
 
 class _Entering:
@@ -383,7 +388,7 @@ def _backward(
     initial: Tensor,
     table: Tensor | None,
     inverse: Tensor,
-    written: Tensor,
+    errors: Tensor,
     states: Tensor,
     nlms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -392,62 +397,67 @@ def _backward(
     a, g = _chunked(a, 1.0), _chunked(grad_o)
     count, rows = v.shape[:2]
     inverse = inverse.view(count, rows, CHUNK, CHUNK)
-    written = written.view(v.shape)
+    errors = errors.view(v.shape)
     states = states.view(count, rows, k.shape[-1], v.shape[-1])
     products = _products(a)
     decays = _decays(a, products, nlms)
-    keys = k @ k.transpose(-1, -2)
-    scores = q @ k.transpose(-1, -2)
+    of_beta, last = b.transpose(-1, -2), decays.last * b
+    keys, scores = k @ k.transpose(-1, -2), q @ k.transpose(-1, -2)
 
-    # From the last chunk to the first: the gradients of what is written and of the states.
+    # From the last chunk to the first: the gradients of v - enter * k S and of the states.
     transposed = inverse.transpose(-1, -2)
-    of_output = transposed @ ((scores * decays.within).transpose(-1, -2) @ g)
-    of_state = transposed @ (decays.last * k)
-    into_state = (decays.leave * q).transpose(-1, -2) @ g
-    from_error = (decays.enter * b * k).transpose(-1, -2)
-    y = torch.empty_like(v)
-    grad_states = torch.empty_like(states)
-    grads = _Leaving(table, grad_final, count)
-    carry = grads.last(states)
+    grad_v = transposed @ ((scores * decays.within).mul_(of_beta).transpose(-1, -2) @ g)
+    of_state = (transposed * last.transpose(-1, -2)) @ k
+    from_error = (decays.enter * k).transpose(-1, -2)
+    # What goes into the state before chunk c is what comes out of the one after chunk c - 1.
+    entering = torch.empty(count + 1, *states.shape[1:], dtype=v.dtype, device=v.device)
+    torch.matmul(q.transpose(-1, -2), decays.leave * g, out=entering[:-1])
+    entering[-1] = grad_final.flatten(0, 1) if table is None else 0.0
+    grad_states = entering[1:] if table is None else torch.empty_like(states)
+    leaves = None if table is None else _Leaving(table, grad_final, count)
     for c in reversed(range(count)):
-        carry = grads.into(c, carry)
-        grad_states[c] = carry
-        torch.baddbmm(of_output[c], of_state[c], carry, out=y[c])
-        carry = torch.baddbmm(into_state[c], from_error[c], y[c], alpha=-1).addcmul_(
-            decays.whole[c], carry
-        )
-        carry = grads.start(c, carry)
-    grad_initial = grads.initial(carry, initial)
+        if leaves is not None:
+            grad_states[c] = leaves.gradient(c, entering[c + 1])
+        grad_v[c].baddbmm_(of_state[c], grad_states[c])
+        entering[c].baddbmm_(from_error[c], grad_v[c], alpha=-1)
+        entering[c].addcmul_(decays.whole[c], grad_states[c])
+    if leaves is None:
+        grad_initial = entering[0].reshape(initial.shape).clone()
+    else:
+        grad_initial = leaves.initial(entering)
 
-    # For all chunks at once. y is the gradient of the right-hand side b (v - enter * k S).
-    grad_v = b * y
-    error = v - decays.enter * (k @ states)
-    error = error - (keys * decays.to_error) @ written
-    grad_b = (y * error).sum(-1)
-    written_t = written.transpose(-1, -2)
-    states_t = states.transpose(-1, -2)
-    outer_o, outer_y = g @ written_t, (grad_v @ written_t).neg_()
-    from_o, from_y = g @ states_t, grad_v @ states_t
-    from_next = written @ grad_states.transpose(-1, -2)
-    of_scores = outer_o * decays.within
-    of_keys = outer_y * decays.to_error
-    grad_q = decays.leave * from_o + of_scores @ k
-    grad_k = decays.last * from_next - decays.enter * from_y
-    grad_k = grad_k + of_scores.transpose(-1, -2) @ q
-    grad_k = grad_k + (of_keys + of_keys.transpose(-1, -2)) @ k
+    # For all chunks at once.
+    errors_t, states_t = errors.transpose(-1, -2), states.transpose(-1, -2)
+    of_scores = g @ errors_t
+    of_keys = (grad_v @ errors_t).neg_()
+    of_products, of_error = of_scores * scores, of_keys * keys
+    grad_b = (of_products * decays.within).addcmul_(of_error, decays.to_error).sum(-2)
+    of_products.mul_(of_beta)
+    of_error.mul_(of_beta)
+    of_scores.mul_(decays.within).mul_(of_beta)
+    of_keys.mul_(decays.to_error).mul_(of_beta)
+    from_next = errors @ grad_states.transpose(-1, -2)
+    of_last = (k * from_next).sum(-1)
+    grad_k = from_next.mul_(last)
+    from_o = g @ states_t
+    of_leave = (q * from_o).sum(-1)
+    grad_q = from_o.mul_(decays.leave)
+    from_error = grad_v @ states_t
+    of_enter = (k * from_error).sum(-1).neg_()
+    grad_k.addcmul_(decays.enter, from_error, value=-1)
+    _add_product(grad_q, of_scores, k)
+    _add_product(grad_k, of_scores.transpose(-1, -2), q)
+    _add_product(grad_k, of_keys + of_keys.transpose(-1, -2), k)
+    grad_b.addcmul_(decays.last.squeeze(-1), of_last)
 
     # The decays: how the loss depends on each product of them, then on each factor.
-    of_products = outer_o * scores
-    of_error = outer_y * keys
-    of_leave = (q * from_o).sum(-1)
-    of_enter = -(k * from_y).sum(-1)
     if nlms:
         of_products[..., :-1, :] += of_error[..., 1:, :]
         of_leave[..., :-1] += of_enter[..., 1:]
     else:
         of_products += of_error
         of_leave += of_enter
-    of_products[..., -1, :] += (k * from_next).sum(-1)
+    of_products[..., -1, :] += b.squeeze(-1) * of_last
     of_leave[..., -1] += (states * grad_states).sum((-1, -2))
     before = of_products @ products + of_leave.unsqueeze(-1) * decays.leave.transpose(-1, -2)
     before = torch.cat((of_leave.unsqueeze(-1), before[..., :-1]), -1)
@@ -463,50 +473,27 @@ def _backward(
 
 
 class _Leaving:
-    """Where gradients of final states come in and those of initial states go out."""
+    """The gradients of the states that leave after the last chunk of each packed sequence."""
 
-    def __init__(self, table: Tensor | None, grad_final: Tensor, count: int) -> None:
+    def __init__(self, table: Tensor, grad_final: Tensor, count: int) -> None:
         self.table, self.grad_final = table, grad_final
-        self.starts: list[Tensor] = []
-        if table is not None and table.shape[1] > 0 and count > 0:
-            self.filled = (table[1] >= 0)[:, None, None, None]
-            device = table.device
-            own = torch.arange(table.shape[1], device=device)
-            none = torch.full((count + 1,), -1, dtype=torch.int64, device=device)
-            place = torch.where(table[1] >= 0, table[1], count)
-            self.ends_here = none.scatter(0, place, own)[:count]
-            place = torch.where(table[1] >= 0, table[0], count)
-            self.starts_here = (none.scatter(0, place, own)[:count] >= 0)[:, None, None, None]
+        self.filled = (table[1] >= 0)[:, None, None, None]
+        place = torch.where(table[1] >= 0, table[1], count)
+        owner = torch.full((count + 1,), -1, dtype=torch.int64, device=table.device)
+        owner = owner.scatter(0, place, torch.arange(place.shape[0], device=table.device))[:count]
+        self.ends = (owner >= 0)[:, None, None, None]
+        self.own = grad_final.index_select(0, owner.clamp(min=0)) if len(grad_final) else None
 
-    def last(self, states: Tensor) -> Tensor:
-        """Return the gradient of the state after the last chunk."""
-        if self.table is None:
-            return self.grad_final.reshape(states.shape[1:]).clone()
-        return torch.zeros_like(states[0])
+    def gradient(self, c: int, carried: Tensor) -> Tensor:
+        """Return the gradient of the state after chunk ``c``; ``carried`` is the next one's."""
+        if self.own is None:
+            return carried
+        return torch.where(self.ends[c], self.own[c], carried)
 
-    def into(self, c: int, carry: Tensor) -> Tensor:
-        """Add the gradient of a final state that is read after chunk ``c``."""
-        if self.table is None or self.table.shape[1] == 0:
-            return carry
-        owner = self.ends_here[c : c + 1]
-        here = self.grad_final.index_select(0, owner.clamp(min=0))[0]
-        return torch.where(owner[:, None, None] >= 0, here, carry)
-
-    def start(self, c: int, carry: Tensor) -> Tensor:
-        """Keep what goes to the initial state of the sequence that starts with chunk ``c``."""
-        if self.table is None or self.table.shape[1] == 0:
-            return carry
-        self.starts.append(carry)
-        return torch.where(self.starts_here[c], torch.zeros_like(carry), carry)
-
-    def initial(self, carry: Tensor, initial: Tensor) -> Tensor:
-        """Return the gradient of the initial states."""
-        if self.table is None:
-            return carry.reshape(initial.shape)
-        if not self.starts:
-            return self.grad_final.clone()
-        kept = torch.stack(self.starts[::-1]).index_select(0, self.table[0].clamp(min=0))
-        return torch.where(self.filled, kept, self.grad_final)
+    def initial(self, entering: Tensor) -> Tensor:
+        """Return the gradients of the initial states."""
+        first = entering.index_select(0, self.table[0].clamp(min=0))
+        return torch.where(self.filled, first, self.grad_final)
 
 
 def _differentiable(
@@ -529,20 +516,22 @@ def _differentiable(
         diagonal = functional.one_hot(torch.tensor(r, device=a.device), CHUNK).to(a.dtype)
         rows.append(a_r * rows[-1] + diagonal)
     decays = _decays(a, torch.stack(rows[1:], -1), nlms)
-    lower = b * decays.to_error * (k @ k.transpose(-1, -2))
+    of_beta = b.transpose(-1, -2)
+    lower = decays.to_error * (k @ k.transpose(-1, -2)) * of_beta
     identity = torch.eye(CHUNK, dtype=k.dtype, device=k.device).expand_as(lower)
     inverse = torch.linalg.solve_triangular(lower, identity, upper=False, unitriangular=True)
-    of_value, of_state = inverse @ (b * v), inverse @ (b * decays.enter * k)
-    scores = (q @ k.transpose(-1, -2)) * decays.within
+    of_value, of_state = inverse @ v, inverse @ (decays.enter * k)
+    scores = (q @ k.transpose(-1, -2)) * decays.within * of_beta
+    onward = (decays.last * b * k).mT
     enters = None if table is None else _Entering(table, initial, count)
     state = initial.flatten(0, 1) if table is None else torch.zeros_like(q[0].mT @ v[0])
     outputs, leaving = [], []
     for c in range(count):
         if enters is not None:
             state = enters.state(c, state)
-        written = of_value[c] - of_state[c] @ state
-        outputs.append(decays.leave[c] * (q[c] @ state) + scores[c] @ written)
-        state = decays.whole[c] * state + (decays.last[c] * k[c]).mT @ written
+        errors = of_value[c] - of_state[c] @ state
+        outputs.append(decays.leave[c] * (q[c] @ state) + scores[c] @ errors)
+        state = decays.whole[c] * state + onward[c] @ errors
         leaving.append(state)
     o = _whole(torch.stack(outputs), like)
     if table is None:
@@ -583,7 +572,7 @@ def _fake_backward(
     initial: Tensor,
     table: Tensor | None,
     inverse: Tensor,
-    written: Tensor,
+    errors: Tensor,
     states: Tensor,
     nlms: bool,
 ) -> tuple[Tensor, ...]:
@@ -598,7 +587,7 @@ _forward_op = LIBRARY.register(
 )
 _backward_op = LIBRARY.register(
     "gdn_scan_torch_bwd(Tensor grad_o, Tensor grad_final, Tensor q, Tensor k, Tensor v, Tensor b, "
-    "Tensor a, Tensor initial, Tensor? table, Tensor inverse, Tensor written, Tensor states, "
+    "Tensor a, Tensor initial, Tensor? table, Tensor inverse, Tensor errors, Tensor states, "
     "bool nlms) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _without_autocast(_backward),
     _fake_backward,
