@@ -763,7 +763,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG.values(), ids=WRONG.keys())
-@pytest.mark.parametrize("backend", [None, "torch", "reference"])
+@pytest.mark.parametrize("backend", [None, "triton", "torch", "reference"])
 def test_wrong_arguments(case, backend):
     arguments, error, message = case
     with pytest.raises(error, match=message):

@@ -7,8 +7,8 @@ of the errors and of the values, which are those of ``v - enter * k S``, are
     dS = whole * dS + (leave * q)^T g - (enter * k)^T dv      at the chunk's begin.
 
 One walk forwards writes the state that enters each chunk, from the errors that the forward kept,
-and one backwards dv and dS after each chunk. Then every chunk is on its own: the gradients of q, k, beta and
-of each product of decays, and from those products that of each decay.
+and one backwards dv and dS after each chunk. Then every chunk is on its own: the gradients of q,
+k, beta and of each product of decays, and from those products that of each decay.
 """
 
 import triton
@@ -28,8 +28,8 @@ from neuralops.ssm.gdn.kernels import (
     load_state,
     products,
     sequence_of_chunk,
-    squares,
     store_state,
+    sum_of_squares,
     to_end,
 )
 
@@ -39,7 +39,7 @@ WALK = ["B", "H", "L", "part", "splits", "chunks", "q_sb", "q_sh", "q_sl", "k_sb
 
 @triton.jit(do_not_specialize=WALK)
 def states_kernel(
-    k, errors, factors, wholes, maps, initial_state, cu_seqlens, states,
+    k, errors, factors, maps, initial_state, cu_seqlens, states,
     B, H, L, part, splits, chunks, k_sb, k_sh, k_sl, k_sd,
     DK: tl.constexpr, BK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     GROUP: tl.constexpr, HAS_INITIAL: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr,
@@ -57,7 +57,7 @@ def states_kernel(
     b_state = tl.zeros((BK, BV), tl.float32)
     if HAS_INITIAL:
         b_state = load_state(initial_state + i_state * DK * DV, o_k, o_v, DK, DV).to(tl.float32)
-    if SPLIT:
+    if SPLIT:  # noqa: SIM102 - a constant
         if i_part > 0:
             WIDTH: tl.constexpr = 2 * DV + DK
             p_enters = maps + (i_row * splits + i_part) * DK * WIDTH + DV + DK
@@ -75,14 +75,14 @@ def states_kernel(
         o_e = row.to(tl.int64)[:, None] * DV + o_v[None, :]
         b_e = tl.load(p_errors + o_e, mask=valid[:, None] & (o_v < DV)[None, :], other=0.0)
         b_last = tl.load(factors + LAST * rows + o_row, mask=valid, other=0.0)
-        whole = tl.load(wholes + i_chunk)
+        whole = tl.load(factors + 3 * rows + i_chunk)
         b_e = b_last[:, None] * b_e.to(tl.float32)
         b_state = b_state * whole + dot(tl.trans(b_k), b_e, DTYPE, PRECISION)
 
 
 @triton.jit(do_not_specialize=WALK)
 def gradient_walk_kernel(
-    q, k, g, squares_of_t, squares_of_a, factors, wholes, maps, grad_parts, grad_final, cu_seqlens,
+    q, k, g, squares, factors, maps, grad_parts, grad_final, cu_seqlens,
     grad_v, grad_states, grad_initial,
     B, H, L, part, splits, chunks,
     q_sb, q_sh, q_sl, q_sd, k_sb, k_sh, k_sl, k_sd, g_sb, g_sh, g_sl, g_sd,
@@ -100,10 +100,10 @@ def gradient_walk_kernel(
     i_block, i_part, i_row, i_state, i_h, start, end, place = walk(
         cu_seqlens, tl.program_id(0), H, L, part, splits, chunks, B, (DV + BV - 1) // BV, C, PACKED
     )
-    if PARTS:
+    if PARTS:  # noqa: SIM102 - a constant
         if i_part == 0:
             return
-    DTYPE: tl.constexpr = squares_of_t.dtype.element_ty
+    DTYPE: tl.constexpr = squares.dtype.element_ty
     rows = B.to(tl.int64) * H * L
     o_k = tl.arange(0, BK)
     o_v = i_block * BV + tl.arange(0, BV)
@@ -111,7 +111,7 @@ def gradient_walk_kernel(
     p_k = k + (i_row // H * k_sb + i_h // GROUP * k_sh) * UNIT
     p_g = g + (i_row // H * g_sb + i_h * g_sh) * UNIT
     b_grad = tl.zeros((BK, BV), tl.float32)
-    if HAS_GRAD_FINAL:
+    if HAS_GRAD_FINAL:  # noqa: SIM102 - a constant
         if i_part == splits - 1:
             p_final = grad_final + i_state * DK * DV
             b_grad = load_state(p_final, o_k, o_v, DK, DV).to(tl.float32)
@@ -138,12 +138,12 @@ def gradient_walk_kernel(
         b_k = load_rows(p_k, row, valid, o_k, DK, k_sl, k_sd, UNIT)
         b_q = load_rows(p_q, row, valid, o_k, DK, q_sl, q_sd, UNIT)
         b_g = load_rows(p_g, row, valid, o_v, DV, g_sl, g_sd, UNIT)
-        b_t = load_square(squares_of_t, o_row, valid, C)
-        b_a = load_square(squares_of_a, o_row, valid, C)
+        b_t = load_square(squares, o_row, valid, C)
+        b_a = load_square(squares + rows * C, o_row, valid, C)
         b_enter = tl.load(factors + ENTER * rows + o_row, mask=valid, other=0.0)
         b_leave = tl.load(factors + LEAVE * rows + o_row, mask=valid, other=0.0)
         b_last = tl.load(factors + LAST * rows + o_row, mask=valid, other=0.0)
-        whole = tl.load(wholes + i_chunk)
+        whole = tl.load(factors + 3 * rows + i_chunk)
         if PARTS == 0:
             store_state(grad_states + i_chunk * DK * DV, b_grad, o_k, o_v, DK, DV)
         b_de = dot(tl.trans(b_a), b_g, DTYPE, PRECISION)
@@ -159,7 +159,7 @@ def gradient_walk_kernel(
     if PARTS:
         p_part = grad_parts + (i_row * 2 * splits + i_part) * DK * DV
         store_state(p_part, b_grad, o_k, o_v, DK, DV)
-    elif HAS_INITIAL:
+    elif HAS_INITIAL:  # noqa: SIM102 - a constant
         if i_part == 0:
             store_state(grad_initial + i_state * DK * DV, b_grad, o_k, o_v, DK, DV)
 
@@ -215,17 +215,23 @@ CHUNKS = ["scale", "H", "L", "chunks", "n", "steps", "key_width", "value_width",
 
 
 @triton.jit
-def _norms(p_q, p_k, row, valid, o_k, DK: tl.constexpr, q_sl, q_sd, k_sl, k_sd,
-           NORMALIZE: tl.constexpr, NLMS: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
+def _norms(
+    p_q, p_k, row, valid, o_k, DK: tl.constexpr, q_sl, q_sd, k_sl, k_sd,
+    NORMALIZE: tl.constexpr, NLMS: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     """What a chunk's queries and keys are multiplied by, and what its steps are divided by."""
     one = tl.full((C,), 1.0, tl.float32)
     if NORMALIZE:
         b_q = load_rows(p_q, row, valid, o_k, DK, q_sl, q_sd, UNIT)
         b_k = load_rows(p_k, row, valid, o_k, DK, k_sl, k_sd, UNIT)
-        return tl.rsqrt(squares(b_q) + NORM_EPS), tl.rsqrt(squares(b_k) + NORM_EPS), one
+        return (
+            tl.rsqrt(sum_of_squares(b_q) + NORM_EPS),
+            tl.rsqrt(sum_of_squares(b_k) + NORM_EPS),
+            one,
+        )
     if NLMS:
         b_k = load_rows(p_k, row, valid, o_k, DK, k_sl, k_sd, UNIT)
-        return one, one, 1.0 + squares(b_k)
+        return one, one, 1.0 + sum_of_squares(b_k)
     return one, one, one
 
 

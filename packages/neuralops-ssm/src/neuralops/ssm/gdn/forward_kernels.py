@@ -18,8 +18,8 @@ from neuralops.ssm.gdn.kernels import (
     products,
     sequence_of_chunk,
     sequence_rows,
-    squares,
     store_state,
+    sum_of_squares,
     to_end,
 )
 
@@ -30,7 +30,7 @@ CHUNKS = ["scale", "H", "L", "chunks", "n", "steps",
 
 @triton.jit(do_not_specialize=CHUNKS)
 def chunk_kernel(
-    q, k, beta, alpha, cu_seqlens, squares_of_t, squares_of_a, factors, wholes,
+    q, k, beta, alpha, cu_seqlens, squares, factors,
     scale, H, L, chunks, n, steps,
     q_sb, q_sh, q_sl, q_sd, k_sb, k_sh, k_sl, k_sd, b_sb, b_sh, b_sl, a_sb, a_sh, a_sl,
     DK: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr,
@@ -39,8 +39,8 @@ def chunk_kernel(
 ):  # fmt: skip
     """Write what a chunk's walk needs beside q, k and v.
 
-    ``T, A (B, Hv, L, C)``, the factors of rows ``enter, leave, last (3, B, Hv, L)`` and ``whole
-    (B, Hv, chunks)``.
+    ``squares (2, B, Hv, L, C)`` are T and A. ``factors`` are those of rows, ``enter, leave, last
+    (3, B, Hv, L)``, and then ``whole (B, Hv, chunks)``.
     """
     pid = tl.program_id(0)
     place, i_row = pid % chunks, (pid // chunks).to(tl.int64)
@@ -62,7 +62,7 @@ def chunk_kernel(
     p_alpha = alpha + i_b * a_sb + i_h * a_sh
     _, _, sums, sums_e, total = load_decays(p_alpha, row, valid, a_sl, LOG_DECAY, NLMS)
 
-    DTYPE: tl.constexpr = squares_of_t.dtype.element_ty
+    DTYPE: tl.constexpr = squares.dtype.element_ty
     b_qk = dot(b_q, tl.trans(b_k), DTYPE, PRECISION)
     b_kk = dot(b_k, tl.trans(b_k), DTYPE, PRECISION)
     b_enter = from_start(sums_e, 0)
@@ -70,11 +70,11 @@ def chunk_kernel(
     b_last = to_end(sums, total, 0)
     b_scale = tl.zeros_like(b_beta) + scale
     if NLMS:
-        b_beta = b_beta / (1.0 + squares(b_k))
+        b_beta = b_beta / (1.0 + sum_of_squares(b_k))
     if NORMALIZE:
-        b_norm = tl.rsqrt(squares(b_k) + NORM_EPS)
-        b_scale *= tl.rsqrt(squares(b_q) + NORM_EPS)
-        b_leave *= tl.rsqrt(squares(b_q) + NORM_EPS)
+        b_norm = tl.rsqrt(sum_of_squares(b_k) + NORM_EPS)
+        b_scale *= tl.rsqrt(sum_of_squares(b_q) + NORM_EPS)
+        b_leave *= tl.rsqrt(sum_of_squares(b_q) + NORM_EPS)
         b_enter *= b_norm
         b_last *= b_norm
         b_kk = b_kk * b_norm[:, None] * b_norm[None, :]
@@ -89,13 +89,13 @@ def chunk_kernel(
     rows = tl.num_programs(0).to(tl.int64) // chunks * L
     o_row = i_row * L + row
     o_square = o_row[:, None] * C + s
-    tl.store(squares_of_t + o_square, b_t.to(DTYPE), mask=valid[:, None])
+    tl.store(squares + o_square, b_t.to(DTYPE), mask=valid[:, None])
     b_a = tl.where(r >= s, b_a, 0.0)
-    tl.store(squares_of_a + o_square, b_a.to(DTYPE), mask=valid[:, None])
+    tl.store(squares + rows * C + o_square, b_a.to(DTYPE), mask=valid[:, None])
     tl.store(factors + ENTER * rows + o_row, b_enter, mask=valid)
     tl.store(factors + LEAVE * rows + o_row, b_leave, mask=valid)
     tl.store(factors + LAST * rows + o_row, b_last, mask=valid)
-    tl.store(wholes + i_row * chunks + place, from_start(total, 0))
+    tl.store(factors + 3 * rows + i_row * chunks + place, from_start(total, 0))
 
 
 @triton.jit
@@ -124,7 +124,7 @@ WALK = ["B", "H", "L", "part", "splits", "chunks", "q_sb", "q_sh", "q_sl", "k_sb
 
 @triton.jit(do_not_specialize=WALK)
 def forward_parts_kernel(
-    k, v, squares_of_t, factors, wholes, maps,
+    k, v, squares, factors, maps,
     B, H, L, part, splits, chunks, k_sb, k_sh, k_sl, k_sd, v_sb, v_sh, v_sl, v_sd,
     DK: tl.constexpr, BK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     GROUP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -137,10 +137,10 @@ def forward_parts_kernel(
     """
     OF_V: tl.constexpr = (DV + BV - 1) // BV
     BLOCKS: tl.constexpr = OF_V + (DK + BV - 1) // BV
-    i_block, i_part, i_row, _, i_h, start, end, place = walk(
+    i_block, i_part, i_row, _, i_h, start, end, _ = walk(
         k, tl.program_id(0), H, L, part, splits - 1, chunks, B, BLOCKS, C, False
     )
-    DTYPE: tl.constexpr = squares_of_t.dtype.element_ty
+    DTYPE: tl.constexpr = squares.dtype.element_ty
     rows = B.to(tl.int64) * H * L
     o_k = tl.arange(0, BK)
     of_values = i_block < OF_V
@@ -154,10 +154,10 @@ def forward_parts_kernel(
         o_row = i_row * L + row
         b_k = load_rows(p_k, row, valid, o_k, DK, k_sl, k_sd, UNIT)
         b_v = load_rows(p_v, row, valid & of_values, o_v, DV, v_sl, v_sd, UNIT)
-        b_t = load_square(squares_of_t, o_row, valid, C)
+        b_t = load_square(squares, o_row, valid, C)
         b_enter = tl.load(factors + ENTER * rows + o_row, mask=valid, other=0.0)
         b_last = tl.load(factors + LAST * rows + o_row, mask=valid, other=0.0)
-        whole = tl.load(wholes + i_row * chunks + first // C)
+        whole = tl.load(factors + 3 * rows + i_row * chunks + first // C)
         b_read = dot(b_k, b_state, DTYPE, PRECISION)
         b_e = dot(b_t, b_v.to(tl.float32) - b_enter[:, None] * b_read, DTYPE, PRECISION)
         b_state = b_state * whole + dot(tl.trans(b_k), b_last[:, None] * b_e, DTYPE, PRECISION)
@@ -174,7 +174,7 @@ def apply_map(
     p_map, p_out, b_state, o_k, o_v, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
     PITCH: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``M S + N``, or ``M^T S``, some rows at a time, by way of memory: rows of PITCH at ``p_out``."""
+    """``M S + N``, or ``M^T S``, some rows at a time, by way of ``p_out``, whose rows are PITCH."""
     WIDTH: tl.constexpr = 2 * DV + DK
     ROWS: tl.constexpr = min(BK, 32)
     for first in tl.range(0, BK, ROWS, num_stages=1):
@@ -200,7 +200,7 @@ def apply_map(
 
 @triton.jit(do_not_specialize=WALK)
 def forward_kernel(
-    q, k, v, squares_of_t, squares_of_a, factors, wholes, maps, initial_state, cu_seqlens,
+    q, k, v, squares, factors, maps, initial_state, cu_seqlens,
     o, errors, final_state,
     B, H, L, part, splits, chunks,
     q_sb, q_sh, q_sl, q_sd, k_sb, k_sh, k_sl, k_sd, v_sb, v_sh, v_sl, v_sd,
@@ -212,7 +212,7 @@ def forward_kernel(
     i_block, i_part, i_row, i_state, i_h, start, end, place = walk(
         cu_seqlens, tl.program_id(0), H, L, part, splits, chunks, B, (DV + BV - 1) // BV, C, PACKED
     )
-    DTYPE: tl.constexpr = squares_of_t.dtype.element_ty
+    DTYPE: tl.constexpr = squares.dtype.element_ty
     rows = B.to(tl.int64) * H * L
     o_k = tl.arange(0, BK)
     o_v = i_block * BV + tl.arange(0, BV)
@@ -239,12 +239,12 @@ def forward_kernel(
         b_k = load_rows(p_k, row, valid, o_k, DK, k_sl, k_sd, UNIT)
         b_q = load_rows(p_q, row, valid, o_k, DK, q_sl, q_sd, UNIT)
         b_v = load_rows(p_v, row, valid, o_v, DV, v_sl, v_sd, UNIT)
-        b_t = load_square(squares_of_t, o_row, valid, C)
-        b_a = load_square(squares_of_a, o_row, valid, C)
+        b_t = load_square(squares, o_row, valid, C)
+        b_a = load_square(squares + rows * C, o_row, valid, C)
         b_enter = tl.load(factors + ENTER * rows + o_row, mask=valid, other=0.0)
         b_leave = tl.load(factors + LEAVE * rows + o_row, mask=valid, other=0.0)
         b_last = tl.load(factors + LAST * rows + o_row, mask=valid, other=0.0)
-        whole = tl.load(wholes + i_row * chunks + place + (first - start) // C)
+        whole = tl.load(factors + 3 * rows + i_row * chunks + place + (first - start) // C)
         b_16 = b_state.to(DTYPE)
         b_read = dot(b_k, b_16, DTYPE, PRECISION)
         b_e = dot(b_t, b_v.to(tl.float32) - b_enter[:, None] * b_read, DTYPE, PRECISION)

@@ -25,6 +25,9 @@ Strides come divided by UNIT, so that the compiler knows what divides them witho
 for every length. ``b_`` is a block of values, ``p_`` a pointer, ``o_`` an offset, ``m_`` a mask.
 """
 
+from functools import cache
+from typing import Any
+
 import triton
 import triton.language as tl
 from triton.runtime import driver
@@ -39,9 +42,12 @@ ENTER, LEAVE, LAST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 def float32_dots() -> str:
     """How the matrix units multiply float32 numbers exactly enough."""
-    if INTERPRETING or driver.active.get_current_target().backend == "hip":
-        return "ieee"
-    return "tf32x3"
+    return "ieee" if INTERPRETING else _float32_dots(driver.active)
+
+
+@cache
+def _float32_dots(active: Any) -> str:
+    return "ieee" if active.get_current_target().backend == "hip" else "tf32x3"
 
 
 @triton.jit
@@ -149,7 +155,7 @@ def to_end(sums, total, resets):
 
 
 @triton.jit
-def squares(b_x):
+def sum_of_squares(b_x):
     b_x = b_x.to(tl.float32)
     return tl.sum(b_x * b_x, 1)
 

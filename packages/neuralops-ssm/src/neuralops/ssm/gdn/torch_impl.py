@@ -195,7 +195,7 @@ class _DeltaRuleBackward(torch.autograd.Function):
         *differentiable, table = ctx.saved_tensors
 
         def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-            return _differentiable(*tensors, table, ctx.nlms)
+            return _differentiable(tensors, table, ctx.nlms)
 
         def gradients(*arguments: Tensor) -> Any:
             return torch.func.vjp(run, *arguments[2:])[1](arguments[:2])
@@ -322,7 +322,7 @@ def _forward(
     initial: Tensor,
     table: Tensor | None,
     nlms: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     like = v
     q, k, v, b = _chunked(q), _chunked(k), _chunked(v), _chunked(b).unsqueeze(-1)
     a = _chunked(a, 1.0)
@@ -497,16 +497,10 @@ class _Leaving:
 
 
 def _differentiable(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    b: Tensor,
-    a: Tensor,
-    initial: Tensor,
-    table: Tensor | None,
-    nlms: bool,
+    tensors: tuple[Tensor, ...], table: Tensor | None, nlms: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute what `_forward` does with operations that autograd knows."""
+    q, k, v, b, a, initial = tensors
     like = v
     q, k, v, b = _chunked(q), _chunked(k), _chunked(v), _chunked(b).unsqueeze(-1)
     a = _chunked(a, 1.0)

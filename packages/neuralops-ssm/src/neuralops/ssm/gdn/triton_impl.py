@@ -173,18 +173,17 @@ def _launch_forward(
     from neuralops.ssm.gdn import forward_kernels, kernels
 
     batch, heads, length, width = v.shape
-    dtype, plan = _plan(q, k, v)
-    o, final_state, *kept = _fake_forward(
-        q, k, v, beta, alpha, initial_state, cu_seqlens, scale, log_decay, normalize_qk, nlms, True
+    plan = _plan(q, k, v)[1]
+    results = _fake_forward(
+        q, k, v, beta, alpha, initial_state, cu_seqlens, scale, log_decay, normalize_qk, nlms, keep
     )
-    errors, squares_of_t, squares_of_a, factors, wholes, maps = kept
+    o, final_state, errors, squares, factors, maps = results
     packed = cu_seqlens is not None
     if cu_seqlens is not None:
         # Rows and chunks that belong to no sequence.
-        for x in (o, *kept[:-1]) if keep else (o,):
+        for x in results[:1] if not keep else (o, errors, squares, factors):
             x.zero_()
         cu_seqlens = cu_seqlens.contiguous()
-    results = (o, final_state, *(kept if keep else (x.new_empty(0) for x in kept)))
     rows = final_state.shape[0] * heads
     if rows == 0:
         return results
@@ -192,15 +191,15 @@ def _launch_forward(
         initial_state = initial_state.contiguous()
 
     key_width, group, sequences = q.shape[3], heads // q.shape[1], final_state.shape[0]
-    chunks, unit = wholes.shape[2], _unit(q, k, v)
+    chunks, unit = _chunks(length, cu_seqlens, plan), _unit(q, k, v)
     of_q, of_k, of_v = _strides(q, unit), _strides(k, unit), _strides(v, unit)
-    shape = {
+    shape: dict[str, Any] = {
         "DK": key_width, "BK": _block(key_width), "C": plan.chunk, "GROUP": group, "UNIT": unit,
         "PRECISION": kernels.float32_dots(),
     }  # fmt: skip
     if length > 0:
         forward_kernels.chunk_kernel[(batch * heads * chunks,)](
-            q, k, beta, alpha, cu_seqlens, squares_of_t, squares_of_a, factors, wholes,
+            q, k, beta, alpha, cu_seqlens, squares, factors,
             scale, heads, length, chunks, sequences, sequences.bit_length(),
             *of_q, *of_k, *beta.stride(), *alpha.stride(),
             LOG_DECAY=log_decay, NORMALIZE=normalize_qk, NLMS=nlms, PACKED=packed,
@@ -216,11 +215,11 @@ def _launch_forward(
     if splits > 1:
         all_blocks = blocks + -(-key_width // shape["BV"])
         forward_kernels.forward_parts_kernel[(rows * (splits - 1) * all_blocks,)](
-            k, v, squares_of_t, factors, wholes, maps, *sizes, *of_k, *of_v,
+            k, v, squares, factors, maps, *sizes, *of_k, *of_v,
             num_warps=tiles.warps, **shape,
         )  # fmt: skip
     forward_kernels.forward_kernel[(rows * splits * blocks,)](
-        q, k, v, squares_of_t, squares_of_a, factors, wholes, maps, initial_state, cu_seqlens,
+        q, k, v, squares, factors, maps, initial_state, cu_seqlens,
         o, errors, final_state, *sizes, *of_q, *of_k, *of_v,
         HAS_INITIAL=initial_state is not None, KEEP=keep, SPLIT=splits > 1, PACKED=packed,
         num_warps=tiles.warps, **shape,
@@ -238,10 +237,8 @@ def _launch_backward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     errors: Tensor,
-    squares_of_t: Tensor,
-    squares_of_a: Tensor,
+    squares: Tensor,
     factors: Tensor,
-    wholes: Tensor,
     maps: Tensor,
     scale: float,
     log_decay: bool,
@@ -251,8 +248,8 @@ def _launch_backward(
     from neuralops.ssm.gdn import backward_kernels, kernels
 
     grads = _fake_backward(
-        grad_o, grad_final, q, k, beta, alpha, initial_state, cu_seqlens, errors, squares_of_t,
-        squares_of_a, factors, wholes, maps, scale, log_decay, normalize_qk, nlms,
+        grad_o, grad_final, q, k, beta, alpha, initial_state, cu_seqlens, errors, squares, factors,
+        maps, scale, log_decay, normalize_qk, nlms,
     )  # fmt: skip
     grad_q, grad_k, grad_v, grad_beta, grad_alpha, grad_initial = grads
     batch, heads, length, width = errors.shape
@@ -273,11 +270,12 @@ def _launch_backward(
 
     key_heads, key_width = q.shape[1], q.shape[3]
     plan = LEAN
-    if squares_of_t.shape[3] != plan.chunk:
+    if squares.shape[4] != plan.chunk:
         plan = NARROW if key_width <= 64 else WIDE
         if _unit(grad_o) == 1:
             grad_o = grad_o.contiguous()
-    group, chunks, unit = heads // key_heads, wholes.shape[2], _unit(q, k, grad_o)
+    group, chunks = heads // key_heads, _chunks(length, cu_seqlens, plan)
+    unit = _unit(q, k, grad_o)
     part, splits = (length, 1) if packed else _split(q, errors, plan)
     of_q, of_k, of_g = _strides(q, unit), _strides(k, unit), _strides(grad_o, unit)
     states = errors.new_empty((batch, heads, chunks, key_width, width))
@@ -296,7 +294,7 @@ def _launch_backward(
     options = shape(plan.states)
     if length > 0:
         backward_kernels.states_kernel[(rows * splits * -(-width // options["BV"]),)](
-            k, errors, factors, wholes, maps, initial_state, cu_seqlens, states, *sizes, *of_k,
+            k, errors, factors, maps, initial_state, cu_seqlens, states, *sizes, *of_k,
             HAS_INITIAL=initial_state is not None, SPLIT=splits > 1, **options,
         )  # fmt: skip
 
@@ -308,8 +306,8 @@ def _launch_backward(
     if splits > 1:
         grad_parts = factors.new_empty((batch, heads, 2, splits, key_width, width))
     walk = (
-        q, k, grad_o, squares_of_t, squares_of_a, factors, wholes, maps, grad_parts, grad_final,
-        cu_seqlens, grad_v, grad_states, grad_initial, *sizes, *of_q, *of_k, *of_g,
+        q, k, grad_o, squares, factors, maps, grad_parts, grad_final, cu_seqlens, grad_v,
+        grad_states, grad_initial, *sizes, *of_q, *of_k, *of_g,
     )  # fmt: skip
     if splits > 1:
         backward_kernels.gradient_walk_kernel[grid](*walk, PARTS=True, SPLIT=False, **options)
@@ -318,19 +316,19 @@ def _launch_backward(
     if length > 0:
         grad_gates = factors.new_empty((2, batch, heads, length))
         grid = (batch * key_heads * chunks,)
-        sizes = (
+        chunk_sizes = (
             scale, key_heads, length, chunks, sequences, sequences.bit_length(), key_width, width,
             *of_q, *of_k, *of_g, *beta.stride(), *alpha.stride(),
         )  # fmt: skip
         rule = {"LOG_DECAY": log_decay, "NORMALIZE": normalize_qk, "NLMS": nlms}
         backward_kernels.within_kernel[grid](
             q, k, beta, alpha, grad_o, errors, grad_v, cu_seqlens, grad_q, grad_k, grad_gates,
-            *sizes, ROUGH="tf32" if errors.element_size() == 2 else precision,
+            *chunk_sizes, ROUGH="tf32" if errors.element_size() == 2 else precision,
             **rule, **shape(plan.within),
         )  # fmt: skip
         backward_kernels.between_kernel[grid](
             q, k, beta, alpha, grad_o, errors, grad_v, states, grad_states, cu_seqlens,
-            grad_q, grad_k, grad_gates, grad_beta, grad_alpha, *sizes,
+            grad_q, grad_k, grad_gates, grad_beta, grad_alpha, *chunk_sizes,
             **rule, **shape(plan.between),
         )  # fmt: skip
     return grads
@@ -363,6 +361,13 @@ def _plan(q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.dtype, Plan]:
     if dtype == torch.float32 or q.shape[3] > 128 or _unit(q, k, v) == 1:
         return dtype, LEAN
     return dtype, NARROW if q.shape[3] <= 64 else WIDE
+
+
+def _chunks(length: int, cu_seqlens: Tensor | None, plan: Plan) -> int:
+    """Return how many chunks there are; packed, how many places for chunks."""
+    if cu_seqlens is None:
+        return (length + plan.chunk - 1) // plan.chunk
+    return length // plan.chunk + cu_seqlens.shape[0] - 1
 
 
 def _most_splits(q: Tensor, v: Tensor, plan: Plan) -> int:
@@ -404,26 +409,23 @@ def _fake_forward(
     batch, heads, length, width = v.shape
     key_width = q.shape[3]
     dtype, plan = _plan(q, k, v)
-    sequences, chunks = batch, (length + plan.chunk - 1) // plan.chunk
-    splits = 1
+    sequences, splits = batch, 1
     if cu_seqlens is None:
         splits = _most_splits(q, v, plan)
     else:
         sequences = cu_seqlens.shape[0] - 1
-        chunks = length // plan.chunk + sequences
-    wide = {"dtype": torch.float32, "device": v.device}
-    kept = (
-        ((batch, heads, length, width), {"dtype": dtype, "device": v.device}),
-        ((batch, heads, length, plan.chunk), {"dtype": dtype, "device": v.device}),
-        ((batch, heads, length, plan.chunk), {"dtype": dtype, "device": v.device}),
-        ((3, batch, heads, length), wide),
-        ((batch, heads, chunks), wide),
-        ((batch, heads, splits if splits > 1 else 0, key_width, 2 * width + key_width), wide),
-    )
+    chunks = _chunks(length, cu_seqlens, plan)
+    parts = splits if splits > 1 else 0
+    device, wide = v.device, torch.float32
     return (
         v.new_empty(v.shape),
-        torch.empty((sequences, heads, key_width, width), **wide),
-        *(torch.empty(shape if keep else (0,), **options) for shape, options in kept),
+        torch.empty((sequences, heads, key_width, width), dtype=wide, device=device),
+        torch.empty((batch, heads, length if keep else 0, width), dtype=dtype, device=device),
+        torch.empty((2, batch, heads, length, plan.chunk), dtype=dtype, device=device),
+        torch.empty((batch * heads * (3 * length + chunks),), dtype=wide, device=device),
+        torch.empty(
+            (batch, heads, parts, key_width, 2 * width + key_width), dtype=wide, device=device
+        ),
     )
 
 
@@ -437,10 +439,8 @@ def _fake_backward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     errors: Tensor,
-    squares_of_t: Tensor,
-    squares_of_a: Tensor,
+    squares: Tensor,
     factors: Tensor,
-    wholes: Tensor,
     maps: Tensor,
     scale: float,
     log_decay: bool,
@@ -461,7 +461,7 @@ def _fake_backward(
 _forward_op = LIBRARY.register(
     "gdn_scan_fwd(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor alpha, Tensor? initial_state, "
     "Tensor? cu_seqlens, float scale, bool log_decay, bool normalize_qk, bool nlms, bool keep)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _launch_forward,
     _fake_forward,
 )
@@ -470,7 +470,7 @@ _backward = backward_function(
     LIBRARY.register(
         "gdn_scan_bwd(Tensor grad_o, Tensor? grad_final, Tensor q, Tensor k, Tensor beta, "
         "Tensor alpha, Tensor? initial_state, Tensor? cu_seqlens, Tensor errors, "
-        "Tensor squares_of_t, Tensor squares_of_a, Tensor factors, Tensor wholes, Tensor maps, "
+        "Tensor squares, Tensor factors, Tensor maps, "
         "float scale, bool log_decay, bool normalize_qk, bool nlms)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         _launch_backward,
