@@ -43,7 +43,7 @@ from neuralops.ssm.scalar_decay.kernels import (
 )
 
 SCALARS = [
-    "query_scale", "key_scale", "eps", "sequences", "heads", "L", "part", "n_parts", "REVERSE",
+    "query_scale", "key_scale", "eps", "sequences", "heads", "L", "part", "n_parts",
     "count", "q_sb", "q_sh", "q_sl", "k_sb", "k_sh", "k_sl", "v_sb", "v_sh", "v_sl",
     "g_sb", "g_sh", "g_sl", "gate_sb", "gate_sh", "gate_sl",
 ]  # fmt: skip
@@ -74,10 +74,11 @@ def denominator_kernel(
 @triton.jit(do_not_specialize=SCALARS)
 def backward_parts_kernel(
     q, g, gate, cu_seqlens, inverse, grad_denominator, states, key_sums, totals,
-    query_scale, sequences, heads, L, part, n_parts, REVERSE,
+    query_scale, sequences, heads, L, part, n_parts,
     q_sb, q_sh, q_sl, g_sb, g_sh, g_sl, gate_sb, gate_sh, gate_sl,
     K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, NORMALIZE: tl.constexpr,
     LOG_DECAY: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr,
+    REVERSE: tl.constexpr, ROW: tl.constexpr, ROW_G: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -91,11 +92,11 @@ def backward_parts_kernel(
     end = tl.minimum(high, (i_part - shift + 1) * part)
     o_c, o_k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     o_v = (pid % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
-    p_q, q_st = base(q, i_b, i_h, q_sb, q_sh, q_sl, L, REVERSE, UNIT)
-    p_g, g_st = base(g, i_b, i_h, g_sb, g_sh, g_sl, L, REVERSE, UNIT)
-    p_gate, gate_st = base(gate, i_b, i_h, gate_sb, gate_sh, gate_sl, L, REVERSE, 1)
-    i_row = (i_b * heads + i_h) * L + tl.where(REVERSE != 0, L - 1, 0)
-    row_st = tl.where(REVERSE != 0, -1, 1)
+    p_q, q_st = base(q, i_b, i_h, q_sb, q_sh, q_sl, L, K, REVERSE, ROW, UNIT)
+    p_g, g_st = base(g, i_b, i_h, g_sb, g_sh, g_sl, L, V, REVERSE, ROW_G, UNIT)
+    p_gate, gate_st = base(gate, i_b, i_h, gate_sb, gate_sh, gate_sl, L, 1, REVERSE, 0, 1)
+    i_row = (i_b * heads + i_h) * L + ((L - 1) if REVERSE else 0)
+    row_st = -1 if REVERSE else 1
     if not GATED:
         log = log_of_head(p_gate, LOG_DECAY)
         b_entry = constant_entry(log, CHUNK) * query_scale
@@ -106,17 +107,18 @@ def backward_parts_kernel(
     if (start < end) & (i_part > first):
         chunks = tl.cdiv(end - start, CHUNK)
         for j in tl.range(0, chunks, num_stages=STAGES):
-            t = start + (chunks - 1 - j) * CHUNK + o_c
+            chunk = start + (chunks - 1 - j) * CHUNK
+            t = chunk + o_c
             m_t = t < end
-            b_q = mapped(p_q, t, m_t, q_st, o_k, K, MAP, DOT)
-            b_g = rows(p_g, t, m_t, g_st, o_v, V)
+            b_q = mapped(p_q, chunk, m_t, q_st, o_k, K, MAP, DOT)
+            b_g = rows(p_g, chunk, m_t, g_st, o_v, V)
             if GATED:
                 b_c, b_id, c_end, id_end = gate_sums(p_gate, t, m_t, gate_st, LOG_DECAY)
                 b_entry = tl.where(b_id == 0, tl.exp2(b_c), 0.0) * query_scale
                 total = tl.where(id_end == 0, tl.exp2(c_end), 0.0)
                 logs = logs + tl.where(id_end == 0, c_end, -float("inf"))
             else:
-                count = tl.minimum(end - start - (chunks - 1 - j) * CHUNK, CHUNK)
+                count = tl.minimum(end - chunk, CHUNK)
                 total = tl.exp2(count.to(tl.float32) * log)
             b_weight = b_entry
             if NORMALIZE:
@@ -182,7 +184,6 @@ def _walk_q(
     log = 0.0
     if not GATED:
         log = log_of_head(p_gate, LOG_DECAY)
-        b_pairs = constant_triangle(log, query_scale * key_scale, CHUNK, False)
         b_entry = constant_entry(log, CHUNK) * query_scale
     b_s = tl.zeros((BLOCK_V, TILE_K), tl.float32)
     b_z = tl.zeros((TILE_K,), tl.float32)
@@ -201,23 +202,24 @@ def _walk_q(
 
     chunks = tl.cdiv(end - start, CHUNK)
     for j in tl.range(0, chunks, num_stages=STAGES):
-        t = start + j * CHUNK + o_c
+        chunk = start + j * CHUNK
+        t = chunk + o_c
         m_t = t < end
-        b_g = rows(p_g, t, m_t, g_st, o_v, V).to(DOT)
-        b_v = rows(p_v, t, m_t, v_st, o_v, V).to(DOT)
-        b_k = mapped(p_k, t, m_t, k_st, o_k, K, MAP, DOT)
-        b_q = rows(p_q, t, m_t, q_st, o_k, K)
+        b_g = rows(p_g, chunk, m_t, g_st, o_v, V).to(DOT)
+        b_v = rows(p_v, chunk, m_t, v_st, o_v, V).to(DOT)
+        b_k32 = mapped(p_k, chunk, m_t, k_st, o_k, K, MAP, tl.float32)
+        b_k = b_k32.to(DOT)
+        b_q = rows(p_q, chunk, m_t, q_st, o_k, K)
         if GATED:
             b_c, b_id, c_end, id_end = gate_sums(p_gate, t, m_t, gate_st, LOG_DECAY)
             b_pairs = triangle(b_c, b_id, query_scale * key_scale, False)
             b_entry = tl.where(b_id == 0, tl.exp2(b_c), 0.0) * query_scale
-            b_exit = tl.where(m_t & (b_id == id_end), tl.exp2(c_end - b_c), 0.0)
+            b_exit = tl.where(m_t & (b_id == id_end), tl.exp2(c_end - b_c), 0.0) * key_scale
             total = tl.where(id_end == 0, tl.exp2(c_end), 0.0)
         else:
-            count = tl.minimum(end - start - j * CHUNK, CHUNK)
-            b_exit = constant_exit(log, count, CHUNK)
+            count = tl.minimum(end - chunk, CHUNK)
+            b_exit = constant_exit(log, count, CHUNK) * key_scale
             total = tl.exp2(count.to(tl.float32) * log)
-        b_exit = b_exit * key_scale
 
         b_p = tl.dot(b_g, tl.trans(b_v), input_precision=PRECISION)
         b_d = tl.dot(b_g, b_s.to(DOT), input_precision=PRECISION)
@@ -244,13 +246,15 @@ def _walk_q(
             store_state(p_chunk, b_s.to(chunk_states.dtype.element_ty), o_v, o_k, K, 1, V, K)
             if NORMALIZE:
                 tl.store(chunk_key_sums + i_chunk * K + o_k, b_z, mask=o_k < K)
+        if not GATED:
+            b_pairs = constant_triangle(log, count, query_scale * key_scale, CHUNK, False)
         b_d = tl.dot(
             (b_p * b_pairs).to(DOT), b_k, b_d * b_entry[:, None], input_precision=PRECISION
         )
         if MAP != "identity":
             b_d = b_d * slope(b_q, MAP)
-        store_rows(p_out, b_d, t, m_t, (row_st * K).to(tl.int64), o_k, K)
-        b_w = b_k.to(tl.float32) * b_exit[:, None]
+        store_rows(p_out, b_d, chunk, m_t, row_st * K, o_k, K)
+        b_w = b_k32 * b_exit[:, None]
         b_s = tl.dot(tl.trans(b_v), b_w.to(DOT), b_s * total, input_precision=PRECISION)
         if NORMALIZE:
             b_z = b_z * total + tl.sum(b_w, 0)
@@ -274,7 +278,6 @@ def _walk_k(
     log = 0.0
     if not GATED:
         log = log_of_head(p_gate, LOG_DECAY)
-        b_pairs = constant_triangle(log, query_scale * key_scale, CHUNK, True)
         b_entry = constant_entry(log, CHUNK) * query_scale
     b_s = tl.zeros((BLOCK_V, TILE_K), tl.float32)
     b_z = tl.zeros((TILE_K,), tl.float32)
@@ -295,23 +298,24 @@ def _walk_k(
     chunks = tl.cdiv(end - start, CHUNK)
     for j in tl.range(0, chunks, num_stages=STAGES):
         i = chunks - 1 - j
-        t = start + i * CHUNK + o_c
+        chunk = start + i * CHUNK
+        t = chunk + o_c
         m_t = t < end
-        b_g = rows(p_g, t, m_t, g_st, o_v, V).to(DOT)
-        b_v = rows(p_v, t, m_t, v_st, o_v, V).to(DOT)
-        b_q = mapped(p_q, t, m_t, q_st, o_k, K, MAP, DOT)
-        b_k = rows(p_k, t, m_t, k_st, o_k, K)
+        b_g = rows(p_g, chunk, m_t, g_st, o_v, V).to(DOT)
+        b_v = rows(p_v, chunk, m_t, v_st, o_v, V).to(DOT)
+        b_q32 = mapped(p_q, chunk, m_t, q_st, o_k, K, MAP, tl.float32)
+        b_q = b_q32.to(DOT)
+        b_k = rows(p_k, chunk, m_t, k_st, o_k, K)
         if GATED:
             b_c, b_id, c_end, id_end = gate_sums(p_gate, t, m_t, gate_st, LOG_DECAY)
             b_pairs = triangle(b_c, b_id, query_scale * key_scale, True)
             b_entry = tl.where(b_id == 0, tl.exp2(b_c), 0.0) * query_scale
-            b_exit = tl.where(m_t & (b_id == id_end), tl.exp2(c_end - b_c), 0.0)
+            b_exit = tl.where(m_t & (b_id == id_end), tl.exp2(c_end - b_c), 0.0) * key_scale
             total = tl.where(id_end == 0, tl.exp2(c_end), 0.0)
         else:
-            count = tl.minimum(end - start - i * CHUNK, CHUNK)
-            b_exit = constant_exit(log, count, CHUNK)
+            count = tl.minimum(end - chunk, CHUNK)
+            b_exit = constant_exit(log, count, CHUNK) * key_scale
             total = tl.exp2(count.to(tl.float32) * log)
-        b_exit = b_exit * key_scale
 
         b_p = tl.dot(b_v, tl.trans(b_g), input_precision=PRECISION)
         b_d = tl.dot(b_v, b_s.to(DOT), input_precision=PRECISION)
@@ -339,16 +343,17 @@ def _walk_k(
                 b_own += tl.where(id_end == 1, tl.exp2(c_end), 0.0) * through
                 b_log = tl.where(restart != 0, b_own, b_log)
             tl.store(p_gate_out + t * row_st, b_log, mask=m_t)
+        if not GATED:
+            b_pairs = constant_triangle(log, count, query_scale * key_scale, CHUNK, True)
         b_d = tl.dot(
             (b_p * b_pairs).to(DOT), b_q, b_d * b_exit[:, None], input_precision=PRECISION
         )
         if MAP != "identity":
             b_d = b_d * slope(b_k, MAP)
-        store_rows(p_out, b_d, t, m_t, (row_st * K).to(tl.int64), o_k, K)
-        b_w = b_q.to(tl.float32)
+        store_rows(p_out, b_d, chunk, m_t, row_st * K, o_k, K)
         if NORMALIZE:
-            b_z = b_z * total + tl.sum(b_w * (b_entry * b_n)[:, None], 0)
-        b_w = (b_w * b_weight[:, None]).to(DOT)
+            b_z = b_z * total + tl.sum(b_q32 * (b_entry * b_n)[:, None], 0)
+        b_w = (b_q32 * b_weight[:, None]).to(DOT)
         b_s = tl.dot(tl.trans(b_g), b_w, b_s * total, input_precision=PRECISION)
     if HAS_KEY_SUM:
         if i_part == first:
@@ -365,59 +370,77 @@ def _walk_v(
     LOG_DECAY: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr,
     HAS_GRAD_STATE: tl.constexpr, HAS_STATE: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, TILE_V: tl.constexpr, STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, TILE_V: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    o_c, o_k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    o_c, o_s = tl.arange(0, CHUNK), tl.arange(0, SLICE)
     o_v = block * TILE_V + tl.arange(0, TILE_V)
     log = 0.0
     if not GATED:
         log = log_of_head(p_gate, LOG_DECAY)
-        b_pairs = constant_triangle(log, query_scale * key_scale, CHUNK, True)
         b_entry = constant_entry(log, CHUNK) * query_scale
-    b_s = tl.zeros((BLOCK_K, TILE_V), tl.float32)
-    if HAS_GRAD_STATE:
-        b_s = state_tile(grad_state + i_state * (K * V), o_k, o_v, V, 1, K, V)
-    if SPLIT:
-        for j in range(0, last - i_part):
-            i = last - j
-            total = part_total(totals, log, i_parts, i, part, shift, low, high, GATED)
-            p_states = states + (i_parts + i) * (K * V)
-            b_s = b_s * total + state_tile(p_states, o_k, o_v, V, 1, K, V)
+    b_s = ()
+    for n in tl.static_range(SLICES):
+        o_k = n * SLICE + o_s
+        b_sn = tl.zeros((TILE_V, SLICE), tl.float32)
+        if HAS_GRAD_STATE:
+            b_sn = state_tile(grad_state + i_state * (K * V), o_v, o_k, 1, V, V, K)
+        if SPLIT:
+            for j in range(0, last - i_part):
+                i = last - j
+                total = part_total(totals, log, i_parts, i, part, shift, low, high, GATED)
+                p_states = states + (i_parts + i) * (K * V)
+                b_sn = b_sn * total + state_tile(p_states, o_v, o_k, 1, V, V, K)
+        b_s = b_s + (b_sn,)
 
     chunks = tl.cdiv(end - start, CHUNK)
     for j in tl.range(0, chunks, num_stages=STAGES):
-        i = chunks - 1 - j
-        t = start + i * CHUNK + o_c
+        chunk = start + (chunks - 1 - j) * CHUNK
+        t = chunk + o_c
         m_t = t < end
-        b_k = mapped(p_k, t, m_t, k_st, o_k, K, MAP, DOT)
-        b_q = mapped(p_q, t, m_t, q_st, o_k, K, MAP, DOT)
-        b_g = rows(p_g, t, m_t, g_st, o_v, V)
+        b_g = rows(p_g, chunk, m_t, g_st, o_v, V)
         if GATED:
             b_c, b_id, c_end, id_end = gate_sums(p_gate, t, m_t, gate_st, LOG_DECAY)
             b_pairs = triangle(b_c, b_id, query_scale * key_scale, True)
             b_entry = tl.where(b_id == 0, tl.exp2(b_c), 0.0) * query_scale
-            b_exit = tl.where(m_t & (b_id == id_end), tl.exp2(c_end - b_c), 0.0)
+            b_exit = tl.where(m_t & (b_id == id_end), tl.exp2(c_end - b_c), 0.0) * key_scale
             total = tl.where(id_end == 0, tl.exp2(c_end), 0.0)
         else:
-            count = tl.minimum(end - start - i * CHUNK, CHUNK)
-            b_exit = constant_exit(log, count, CHUNK)
+            count = tl.minimum(end - chunk, CHUNK)
+            b_exit = constant_exit(log, count, CHUNK) * key_scale
             total = tl.exp2(count.to(tl.float32) * log)
-        b_exit = b_exit * key_scale
-
-        b_a = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * b_pairs
         b_weight = b_entry
         if NORMALIZE:
             b_r = tl.load(p_r + t * row_st, mask=m_t, other=0.0)
-            b_a = b_a * b_r[None, :]
             b_weight = b_entry * b_r
-        b_d = tl.dot(b_k, b_s.to(DOT), input_precision=PRECISION) * b_exit[:, None]
-        b_d = tl.dot(b_a.to(DOT), b_g.to(DOT), b_d, input_precision=PRECISION)
-        store_rows(p_out, b_d, t, m_t, (row_st * V).to(tl.int64), o_v, V)
         b_w = (b_g.to(tl.float32) * b_weight[:, None]).to(DOT)
-        b_s = tl.dot(tl.trans(b_q), b_w, b_s * total, input_precision=PRECISION)
+
+        b_a = tl.zeros((CHUNK, CHUNK), tl.float32)
+        b_d = tl.zeros((CHUNK, TILE_V), tl.float32)
+        next_s = ()
+        for n in tl.static_range(SLICES):
+            o_k = n * SLICE + o_s
+            b_k = mapped(p_k, chunk, m_t, k_st, o_k, K, MAP, DOT)
+            b_q = mapped(p_q, chunk, m_t, q_st, o_k, K, MAP, DOT)
+            b_a = tl.dot(b_k, tl.trans(b_q), b_a, input_precision=PRECISION)
+            b_d = tl.dot(b_k, tl.trans(b_s[n].to(DOT)), b_d, input_precision=PRECISION)
+            next_s = next_s + (
+                tl.dot(tl.trans(b_w), b_q, b_s[n] * total, input_precision=PRECISION),
+            )
+        b_s = next_s
+        if not GATED:
+            b_pairs = constant_triangle(log, count, query_scale * key_scale, CHUNK, True)
+        b_a = b_a * b_pairs
+        if NORMALIZE:
+            b_a = b_a * b_r[None, :]
+        b_d = tl.dot(b_a.to(DOT), b_g.to(DOT), b_d * b_exit[:, None], input_precision=PRECISION)
+        store_rows(p_out, b_d, chunk, m_t, row_st * V, o_v, V)
     if HAS_STATE:
         if i_part == first:
-            store_state(grad_initial_state + i_state * (K * V), b_s, o_k, o_v, V, 1, K, V)
+            for n in tl.static_range(SLICES):
+                o_k = n * SLICE + o_s
+                p_state = grad_initial_state + i_state * (K * V)
+                store_state(p_state, b_s[n], o_v, o_k, 1, V, V, K)
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -426,7 +449,7 @@ def backward_kernel(
     states, key_sums, totals, grad_states, grad_key_sums, grad_totals, inverse, grad_denominator,
     grad_q, grad_k, grad_v, grad_gates, grad_initial_state, grad_initial_key_sum,
     chunk_states, chunk_key_sums,
-    query_scale, key_scale, sequences, heads, L, part, n_parts, count, REVERSE,
+    query_scale, key_scale, sequences, heads, L, part, n_parts, count,
     q_sb, q_sh, q_sl, k_sb, k_sh, k_sl, v_sb, v_sh, v_sl, g_sb, g_sh, g_sl,
     gate_sb, gate_sh, gate_sl,
     K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, NORMALIZE: tl.constexpr,
@@ -434,8 +457,9 @@ def backward_kernel(
     OF_GATE: tl.constexpr, OF_Q: tl.constexpr, OF_KV: tl.constexpr,
     HAS_STATE: tl.constexpr, HAS_KEY_SUM: tl.constexpr,
     HAS_GRAD_STATE: tl.constexpr, HAS_GRAD_KEY_SUM: tl.constexpr, UNIT: tl.constexpr,
+    REVERSE: tl.constexpr, ROW: tl.constexpr, ROW_G: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, BLOCK_V: tl.constexpr,
     TILE_K: tl.constexpr, TILE_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of q, k, v and the initial states, and parts of those of the gates.
@@ -455,14 +479,14 @@ def backward_kernel(
     )
     start = tl.maximum(low, (i_part - shift) * part)
     end = tl.minimum(high, (i_part - shift + 1) * part)
-    p_q, q_st = base(q, i_b, i_h, q_sb, q_sh, q_sl, L, REVERSE, UNIT)
-    p_k, k_st = base(k, i_b, i_h, k_sb, k_sh, k_sl, L, REVERSE, UNIT)
-    p_v, v_st = base(v, i_b, i_h, v_sb, v_sh, v_sl, L, REVERSE, UNIT)
-    p_g, g_st = base(g, i_b, i_h, g_sb, g_sh, g_sl, L, REVERSE, UNIT)
-    p_gate, gate_st = base(gate, i_b, i_h, gate_sb, gate_sh, gate_sl, L, REVERSE, 1)
-    row_st = tl.where(REVERSE != 0, -1, 1)
+    p_q, q_st = base(q, i_b, i_h, q_sb, q_sh, q_sl, L, K, REVERSE, ROW, UNIT)
+    p_k, k_st = base(k, i_b, i_h, k_sb, k_sh, k_sl, L, K, REVERSE, ROW, UNIT)
+    p_v, v_st = base(v, i_b, i_h, v_sb, v_sh, v_sl, L, V, REVERSE, ROW, UNIT)
+    p_g, g_st = base(g, i_b, i_h, g_sb, g_sh, g_sl, L, V, REVERSE, ROW_G, UNIT)
+    p_gate, gate_st = base(gate, i_b, i_h, gate_sb, gate_sh, gate_sl, L, 1, REVERSE, 0, 1)
+    row_st = -1 if REVERSE else 1
     i_head = i_b * heads + i_h
-    i_row = i_head * L + tl.where(REVERSE != 0, L - 1, 0)
+    i_row = i_head * L + ((L - 1) if REVERSE else 0)
     p_r, p_n = inverse, grad_denominator
     if NORMALIZE:
         p_r, p_n = inverse + i_row, grad_denominator + i_row
@@ -504,7 +528,7 @@ def backward_kernel(
                 i_state, i_parts, first, i_part, last, shift, low, high, start, end,
                 role - q_roles - k_roles,
                 K, V, MAP, NORMALIZE, LOG_DECAY, GATED, SPLIT, HAS_GRAD_STATE, HAS_STATE,
-                DOT, PRECISION, CHUNK, BLOCK_K, TILE_V, STAGES,
+                DOT, PRECISION, CHUNK, SLICE, SLICES, TILE_V, STAGES,
             )  # fmt: skip
 
 

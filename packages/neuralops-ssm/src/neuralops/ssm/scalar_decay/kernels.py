@@ -9,8 +9,7 @@ Decays are kept as logarithms to base 2, summed within a chunk only, and only di
 are exponentiated. A gate below 2**-100 counts as a restart: tokens on its two sides have
 different numbers, and what it lets through is left out.
 
-The key sum Z is kept as 16 equal columns, and the sum of a row of weights is a product with 16
-columns of ones, so that the tensor cores compute the denominators.
+The key sum Z is kept as 16 equal columns, so that the tensor cores compute it and its products.
 
 Tokens are counted in scan order; a negative row stride runs from the last row to the first. Strides
 come divided by UNIT, so that the compiler knows what divides them without a compilation for every
@@ -58,6 +57,15 @@ def phi(x, o_d, D: tl.constexpr, MAP: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
+def rounded(x, DOT: tl.constexpr):
+    """Round to what DOT holds, still in float32, so that a sum sees what a product sees."""
+    if DOT == tl.bfloat16:
+        bits = (x.to(tl.int32, bitcast=True) + 0x8000) & -65536
+        return bits.to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
 def slope(x, MAP: tl.constexpr):
     """The derivative of the feature map."""
     x = x.to(tl.float32)
@@ -67,26 +75,28 @@ def slope(x, MAP: tl.constexpr):
 
 
 @triton.jit
-def rows(p, t, m_t, x_st, o_d, D: tl.constexpr):
-    """The tile of the tokens ``t`` and the columns ``o_d``; 0 outside."""
+def rows(p, first, m_t, x_st, o_d, D: tl.constexpr):
+    """The tile of the tokens from ``first`` on and the columns ``o_d``; 0 outside."""
     m = m_t[:, None]
     if (o_d.shape[0] * 0 + D) % o_d.shape[0] != 0:
         m = m & (o_d < D)[None, :]
-    return tl.load(p + t[:, None] * x_st + o_d[None, :], mask=m, other=0.0)
+    o = tl.arange(0, m_t.shape[0])[:, None] * x_st + o_d[None, :]
+    return tl.load(p + first.to(tl.int64) * x_st + o, mask=m, other=0.0)
 
 
 @triton.jit
-def mapped(p, t, m_t, x_st, o_d, D: tl.constexpr, MAP: tl.constexpr, DOT: tl.constexpr):
+def mapped(p, first, m_t, x_st, o_d, D: tl.constexpr, MAP: tl.constexpr, DOT: tl.constexpr):
     """The feature map of a tile."""
-    return phi(rows(p, t, m_t, x_st, o_d, D), o_d, D, MAP, DOT)
+    return phi(rows(p, first, m_t, x_st, o_d, D), o_d, D, MAP, DOT)
 
 
 @triton.jit
-def store_rows(p, b, t, m_t, x_st, o_d, D: tl.constexpr):
+def store_rows(p, b, first, m_t, x_st, o_d, D: tl.constexpr):
     m = m_t[:, None]
     if (o_d.shape[0] * 0 + D) % o_d.shape[0] != 0:
         m = m & (o_d < D)[None, :]
-    tl.store(p + t[:, None] * x_st + o_d[None, :], b.to(p.dtype.element_ty), mask=m)
+    o = tl.arange(0, m_t.shape[0])[:, None] * x_st + o_d[None, :]
+    tl.store(p + first.to(tl.int64) * x_st + o, b.to(p.dtype.element_ty), mask=m)
 
 
 @triton.jit
@@ -128,12 +138,16 @@ def triangle(b_c, b_id, scale, UPPER: tl.constexpr):
 
 
 @triton.jit
-def constant_triangle(log, scale, CHUNK: tl.constexpr, UPPER: tl.constexpr):
-    """The same for a constant decay."""
+def constant_triangle(log, count, scale, CHUNK: tl.constexpr, UPPER: tl.constexpr):
+    """The same for a constant decay, in a chunk of ``count`` tokens.
+
+    It is computed in every chunk: ``count`` keeps the compiler from holding it in registers.
+    """
     o = tl.arange(0, CHUNK)
-    distance = o[None, :] - o[:, None] if UPPER else o[:, None] - o[None, :]
-    decays = tl.exp2(tl.maximum(distance, 0).to(tl.float32) * log) * scale
-    return tl.where(distance >= 0, decays, 0.0)
+    b_c = tl.minimum(o, count).to(tl.float32) * log
+    if UPPER:
+        return tl.where(o[:, None] <= o[None, :], tl.exp2(b_c[None, :] - b_c[:, None]) * scale, 0.0)
+    return tl.where(o[:, None] >= o[None, :], tl.exp2(b_c[:, None] - b_c[None, :]) * scale, 0.0)
 
 
 @triton.jit
@@ -151,27 +165,35 @@ def constant_exit(log, count, CHUNK: tl.constexpr):
 
 @triton.jit
 def state_tile(p, o_k, o_v, s_k, s_v, K: tl.constexpr, V: tl.constexpr):
-    """A tile of a state, transposed where ``s_k < s_v``; 0 outside."""
-    m = (o_k < K)[:, None] & (o_v < V)[None, :]
-    return tl.load(p + o_k[:, None] * s_k + o_v[None, :] * s_v, mask=m, other=0.0).to(tl.float32)
+    """A tile of a state whose rows lie ``s_k`` apart and whose columns ``s_v``; 0 outside."""
+    p_tile = p + o_k[:, None] * s_k + o_v[None, :] * s_v
+    if ((o_k.shape[0] * 0 + K) % o_k.shape[0] == 0) & ((o_v.shape[0] * 0 + V) % o_v.shape[0] == 0):
+        return tl.load(p_tile).to(tl.float32)
+    return tl.load(p_tile, mask=(o_k < K)[:, None] & (o_v < V)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_state(p, b, o_k, o_v, s_k, s_v, K: tl.constexpr, V: tl.constexpr):
-    m = (o_k < K)[:, None] & (o_v < V)[None, :]
-    tl.store(p + o_k[:, None] * s_k + o_v[None, :] * s_v, b, mask=m)
+    p_tile = p + o_k[:, None] * s_k + o_v[None, :] * s_v
+    if ((o_k.shape[0] * 0 + K) % o_k.shape[0] == 0) & ((o_v.shape[0] * 0 + V) % o_v.shape[0] == 0):
+        tl.store(p_tile, b)
+    else:
+        tl.store(p_tile, b, mask=(o_k < K)[:, None] & (o_v < V)[None, :])
 
 
 @triton.jit
-def bound(cu_seqlens, i, sequences, L, REVERSE):
+def bound(cu_seqlens, i, sequences, L, REVERSE: tl.constexpr):
     """The first token of the i-th packed sequence in scan order."""
-    row = tl.load(cu_seqlens + tl.where(REVERSE != 0, sequences - i, i)).to(tl.int32)
+    row = tl.load(cu_seqlens + ((sequences - i) if REVERSE else i)).to(tl.int32)
     row = tl.minimum(tl.maximum(row, 0), L)
-    return tl.where(REVERSE != 0, L - row, row)
+    return L - row if REVERSE else row
 
 
 @triton.jit
-def place(cu_seqlens, index, sequences, heads, L, part, n_parts, REVERSE, PACKED: tl.constexpr):
+def place(
+    cu_seqlens, index, sequences, heads, L, part, n_parts,
+    REVERSE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     """Where the program ``index`` works.
 
     A packed sequence is cut where a new one starts and at multiples of ``part``: the piece of the
@@ -195,7 +217,8 @@ def place(cu_seqlens, index, sequences, heads, L, part, n_parts, REVERSE, PACKED
         end = bound(cu_seqlens, shift + 1, sequences, L, REVERSE)
         first, last = start // part + shift, (end - 1) // part + shift
         i_b = i_h * 0
-        i_state = tl.where(REVERSE != 0, sequences - 1 - shift, shift).to(tl.int64) * heads + i_h
+        i_segment = sequences - 1 - shift if REVERSE else shift
+        i_state = i_segment.to(tl.int64) * heads + i_h
         i_parts = i_h * n_parts
     else:
         i_part, i_state = index // (sequences * heads), (index % (sequences * heads)).to(tl.int64)
@@ -207,15 +230,23 @@ def place(cu_seqlens, index, sequences, heads, L, part, n_parts, REVERSE, PACKED
 
 
 @triton.jit
-def base(p, i_b, i_h, x_sb, x_sh, x_sl, L, REVERSE, UNIT: tl.constexpr):
-    """Where token 0 of a head lies, and the stride from one token to the next."""
+def base(
+    p, i_b, i_h, x_sb, x_sh, x_sl, L, D: tl.constexpr,
+    REVERSE: tl.constexpr, ROW: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Where token 0 of a head lies, and the stride from one token to the next, below 2**24.
+
+    It is ROW times D where ROW is not 0: then the addresses of a tile are one and constants.
+    """
     p += (i_b * x_sb.to(tl.int64) + i_h * x_sh.to(tl.int64)) * UNIT
-    p += tl.where(REVERSE != 0, L - 1, 0) * x_sl.to(tl.int64) * UNIT
-    return p, tl.where(REVERSE != 0, -x_sl, x_sl).to(tl.int64) * UNIT
+    row = x_sl.to(tl.int32) * 0 + ROW * D if ROW > 0 else x_sl.to(tl.int32) * UNIT
+    if REVERSE:
+        return p + (L - 1) * row.to(tl.int64), -row
+    return p, row
 
 
 SCALARS = [
-    "key_scale", "query_scale", "eps", "sequences", "heads", "L", "part", "n_parts", "REVERSE",
+    "key_scale", "query_scale", "eps", "sequences", "heads", "L", "part", "n_parts",
     "q_sb", "q_sh", "q_sl", "k_sb", "k_sh", "k_sl", "v_sb", "v_sh", "v_sl",
     "gate_sb", "gate_sh", "gate_sl",
 ]  # fmt: skip
@@ -224,11 +255,11 @@ SCALARS = [
 @triton.jit(do_not_specialize=SCALARS)
 def forward_parts_kernel(
     k, v, gate, cu_seqlens, states, key_sums, totals,
-    key_scale, sequences, heads, L, part, n_parts, REVERSE,
+    key_scale, sequences, heads, L, part, n_parts,
     k_sb, k_sh, k_sl, v_sb, v_sh, v_sl, gate_sb, gate_sh, gate_sl,
     K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, NORMALIZE: tl.constexpr,
     LOG_DECAY: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr, ROW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """What each part adds to the state: ``states (..., n_parts, K, V)``, ``key_sums``, ``totals``.
@@ -244,9 +275,9 @@ def forward_parts_kernel(
     end = tl.minimum(high, (i_part - shift + 1) * part)
     o_c, o_k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     o_v = (pid % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
-    p_k, k_st = base(k, i_b, i_h, k_sb, k_sh, k_sl, L, REVERSE, UNIT)
-    p_v, v_st = base(v, i_b, i_h, v_sb, v_sh, v_sl, L, REVERSE, UNIT)
-    p_gate, gate_st = base(gate, i_b, i_h, gate_sb, gate_sh, gate_sl, L, REVERSE, 1)
+    p_k, k_st = base(k, i_b, i_h, k_sb, k_sh, k_sl, L, K, REVERSE, ROW, UNIT)
+    p_v, v_st = base(v, i_b, i_h, v_sb, v_sh, v_sl, L, V, REVERSE, ROW, UNIT)
+    p_gate, gate_st = base(gate, i_b, i_h, gate_sb, gate_sh, gate_sl, L, 1, REVERSE, 0, 1)
     if not GATED:
         log = log_of_head(p_gate, LOG_DECAY)
 
@@ -254,11 +285,12 @@ def forward_parts_kernel(
     b_z = tl.zeros((BLOCK_K, COLUMNS), tl.float32)
     logs = tl.sum(tl.zeros((CHUNK,), tl.float32), 0)
     if (start < end) & (i_part < last):
-        for chunk in tl.range(start, end, CHUNK, num_stages=STAGES):
+        for j in tl.range(0, tl.cdiv(end - start, CHUNK), num_stages=STAGES):
+            chunk = start + j * CHUNK
             t = chunk + o_c
             m_t = t < end
-            b_k = mapped(p_k, t, m_t, k_st, o_k, K, MAP, DOT)
-            b_v = rows(p_v, t, m_t, v_st, o_v, V)
+            b_k = mapped(p_k, chunk, m_t, k_st, o_k, K, MAP, DOT)
+            b_v = rows(p_v, chunk, m_t, v_st, o_v, V)
             if GATED:
                 b_c, b_id, c_end, id_end = gate_sums(p_gate, t, m_t, gate_st, LOG_DECAY)
                 b_exit = tl.where(m_t & (b_id == id_end), tl.exp2(c_end - b_c), 0.0)
@@ -299,13 +331,14 @@ def part_total(
 def forward_kernel(
     q, k, v, gate, initial_state, initial_key_sum, cu_seqlens, states, key_sums, totals,
     out, denominator, final_state, final_key_sum,
-    query_scale, key_scale, eps, sequences, heads, L, part, n_parts, REVERSE,
+    query_scale, key_scale, eps, sequences, heads, L, part, n_parts,
     q_sb, q_sh, q_sl, k_sb, k_sh, k_sl, v_sb, v_sh, v_sl, gate_sb, gate_sh, gate_sl,
     K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr, NORMALIZE: tl.constexpr,
     LOG_DECAY: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr,
     HAS_STATE: tl.constexpr, HAS_KEY_SUM: tl.constexpr, UNIT: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    REVERSE: tl.constexpr, ROW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write ``out (B, H, L, V)``, ``denominator (B, H, L)`` and the final states."""
     blocks: tl.constexpr = tl.cdiv(V, BLOCK_V)
@@ -315,78 +348,98 @@ def forward_kernel(
     )
     start = tl.maximum(low, (i_part - shift) * part)
     end = tl.minimum(high, (i_part - shift + 1) * part)
-    o_c, o_k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    o_c, o_s = tl.arange(0, CHUNK), tl.arange(0, SLICE)
     o_v = (pid % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
-    p_q, q_st = base(q, i_b, i_h, q_sb, q_sh, q_sl, L, REVERSE, UNIT)
-    p_k, k_st = base(k, i_b, i_h, k_sb, k_sh, k_sl, L, REVERSE, UNIT)
-    p_v, v_st = base(v, i_b, i_h, v_sb, v_sh, v_sl, L, REVERSE, UNIT)
-    p_gate, gate_st = base(gate, i_b, i_h, gate_sb, gate_sh, gate_sl, L, REVERSE, 1)
-    i_row = (i_b * heads + i_h) * L + tl.where(REVERSE != 0, L - 1, 0)
+    p_q, q_st = base(q, i_b, i_h, q_sb, q_sh, q_sl, L, K, REVERSE, ROW, UNIT)
+    p_k, k_st = base(k, i_b, i_h, k_sb, k_sh, k_sl, L, K, REVERSE, ROW, UNIT)
+    p_v, v_st = base(v, i_b, i_h, v_sb, v_sh, v_sl, L, V, REVERSE, ROW, UNIT)
+    p_gate, gate_st = base(gate, i_b, i_h, gate_sb, gate_sh, gate_sl, L, 1, REVERSE, 0, 1)
+    i_row = (i_b * heads + i_h) * L + ((L - 1) if REVERSE else 0)
     p_out, p_den = out + i_row * V, denominator + i_row
-    row_st = tl.where(REVERSE != 0, -1, 1)
-    out_st = (row_st * V).to(tl.int64)
+    row_st = -1 if REVERSE else 1
     log = 0.0
     if not GATED:
         log = log_of_head(p_gate, LOG_DECAY)
-        b_pairs = constant_triangle(log, query_scale * key_scale, CHUNK, False)
         b_entry = constant_entry(log, CHUNK) * query_scale
-    b_ones = tl.full((CHUNK, COLUMNS), 1.0, DOT)
 
     if start < end:
-        b_s = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
-        b_z = tl.zeros((BLOCK_K, COLUMNS), tl.float32)
-        if HAS_STATE:
-            b_s = state_tile(initial_state + i_state * (K * V), o_k, o_v, V, 1, K, V)
-        if HAS_KEY_SUM:
-            b_z += tl.load(initial_key_sum + i_state * K + o_k, mask=o_k < K, other=0.0)[:, None]
-        if SPLIT:
-            for i in range(first, i_part):
-                total = part_total(totals, log, i_parts, i, part, shift, low, high, GATED)
-                p_states = states + (i_parts + i) * (K * V)
-                b_s = b_s * total + state_tile(p_states, o_k, o_v, V, 1, K, V)
-                if NORMALIZE:
-                    p_sums = key_sums + (i_parts + i) * K + o_k
-                    b_z = b_z * total + tl.load(p_sums, mask=o_k < K, other=0.0)[:, None]
+        b_s, b_z = (), ()
+        for i in tl.static_range(SLICES):
+            b_si = tl.zeros((BLOCK_V, SLICE), tl.float32)
+            b_zi = tl.zeros((SLICE,), tl.float32)
+            o_k = i * SLICE + o_s
+            if HAS_STATE:
+                b_si = state_tile(initial_state + i_state * (K * V), o_v, o_k, 1, V, V, K)
+            if HAS_KEY_SUM:
+                p_sum = initial_key_sum + i_state * K + o_k
+                b_zi += tl.load(p_sum, mask=o_k < K, other=0.0).to(tl.float32)
+            if SPLIT:
+                for j in range(first, i_part):
+                    total = part_total(totals, log, i_parts, j, part, shift, low, high, GATED)
+                    p_states = states + (i_parts + j) * (K * V)
+                    b_si = b_si * total + state_tile(p_states, o_v, o_k, 1, V, V, K)
+                    if NORMALIZE:
+                        p_sum = key_sums + (i_parts + j) * K + o_k
+                        b_zi = b_zi * total + tl.load(p_sum, mask=o_k < K, other=0.0)
+            b_s, b_z = b_s + (b_si,), b_z + (b_zi,)
 
-        for chunk in tl.range(start, end, CHUNK, num_stages=STAGES):
+        for j in tl.range(0, tl.cdiv(end - start, CHUNK), num_stages=STAGES):
+            chunk = start + j * CHUNK
             t = chunk + o_c
             m_t = t < end
-            b_q = mapped(p_q, t, m_t, q_st, o_k, K, MAP, DOT)
-            b_k = mapped(p_k, t, m_t, k_st, o_k, K, MAP, DOT)
-            b_v = rows(p_v, t, m_t, v_st, o_v, V)
+            b_v = rows(p_v, chunk, m_t, v_st, o_v, V)
             if GATED:
                 b_c, b_id, c_end, id_end = gate_sums(p_gate, t, m_t, gate_st, LOG_DECAY)
                 b_pairs = triangle(b_c, b_id, query_scale * key_scale, False)
                 b_entry = tl.where(b_id == 0, tl.exp2(b_c), 0.0) * query_scale
-                b_exit = tl.where(m_t & (b_id == id_end), tl.exp2(c_end - b_c), 0.0)
+                b_exit = tl.where(m_t & (b_id == id_end), tl.exp2(c_end - b_c), 0.0) * key_scale
                 total = tl.where(id_end == 0, tl.exp2(c_end), 0.0)
             else:
                 count = tl.minimum(end - chunk, CHUNK)
-                b_exit = constant_exit(log, count, CHUNK)
+                b_exit = constant_exit(log, count, CHUNK) * key_scale
                 total = tl.exp2(count.to(tl.float32) * log)
-            b_exit = b_exit * key_scale
+            b_w = (b_v.to(tl.float32) * b_exit[:, None]).to(DOT)
 
-            b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-            b_a = (b_a * b_pairs).to(DOT)
-            b_o = tl.dot(b_q, b_s.to(DOT), input_precision=PRECISION) * b_entry[:, None]
-            b_o = tl.dot(b_a, b_v.to(DOT), b_o, input_precision=PRECISION)
+            b_a = tl.zeros((CHUNK, CHUNK), tl.float32)
+            b_o = tl.zeros((CHUNK, BLOCK_V), tl.float32)
             if NORMALIZE:
-                b_d = tl.dot(b_q, b_z.to(DOT), input_precision=PRECISION) * b_entry[:, None]
-                b_d = tl.dot(b_a, b_ones, b_d, input_precision=PRECISION)
-                b_den = tl.sum(b_d, 1) * (1.0 / COLUMNS)
-                b_o = b_o / tl.maximum(b_den, eps, propagate_nan=tl.PropagateNan.ALL)[:, None]
+                b_d = tl.zeros((CHUNK, COLUMNS), tl.float32)
+            next_s, next_z = (), ()
+            for i in tl.static_range(SLICES):
+                o_k = i * SLICE + o_s
+                b_q = mapped(p_q, chunk, m_t, q_st, o_k, K, MAP, DOT)
+                b_k32 = mapped(p_k, chunk, m_t, k_st, o_k, K, MAP, tl.float32)
+                b_k = b_k32.to(DOT)
+                if NORMALIZE:
+                    b_zs = (tl.zeros((COLUMNS, SLICE), tl.float32) + b_z[i][None, :]).to(DOT)
+                    b_d = tl.dot(b_q, tl.trans(b_zs), b_d, input_precision=PRECISION)
+                    b_sum = tl.sum(b_k32 * b_exit[:, None], 0)
+                    next_z = next_z + (b_z[i] * total + b_sum,)
+                b_a = tl.dot(b_q, tl.trans(b_k), b_a, input_precision=PRECISION)
+                b_o = tl.dot(b_q, tl.trans(b_s[i].to(DOT)), b_o, input_precision=PRECISION)
+                next_s = next_s + (
+                    tl.dot(tl.trans(b_w), b_k, b_s[i] * total, input_precision=PRECISION),
+                )
+            b_s = next_s
+            if not GATED:
+                b_pairs = constant_triangle(log, count, query_scale * key_scale, CHUNK, False)
+            b_a = rounded(b_a * b_pairs, DOT)
+            b_o = tl.dot(
+                b_a.to(DOT), b_v.to(DOT), b_o * b_entry[:, None], input_precision=PRECISION
+            )
+            if NORMALIZE:
+                b_z = next_z
+                b_den = tl.sum(b_d, 1) * (b_entry * (1.0 / COLUMNS)) + tl.sum(b_a, 1)
+                b_inverse = 1.0 / tl.maximum(b_den, eps, propagate_nan=tl.PropagateNan.ALL)
+                b_o = b_o * b_inverse[:, None]
                 if pid % blocks == 0:
                     tl.store(p_den + t * row_st, b_den, mask=m_t)
-            b_w = (b_v.to(tl.float32) * b_exit[:, None]).to(DOT)
-            b_s = tl.dot(tl.trans(b_k), b_w, b_s * total, input_precision=PRECISION)
-            if NORMALIZE:
-                b_e = (tl.zeros((CHUNK, COLUMNS), tl.float32) + b_exit[:, None]).to(DOT)
-                b_z = tl.dot(tl.trans(b_k), b_e, b_z * total, input_precision=PRECISION)
-            store_rows(p_out, b_o, t, m_t, out_st, o_v, V)
+            store_rows(p_out, b_o, chunk, m_t, row_st * V, o_v, V)
 
         if i_part == last:
-            store_state(final_state + i_state * (K * V), b_s, o_k, o_v, V, 1, K, V)
-            if NORMALIZE:
-                if pid % blocks == 0:
-                    b_z1 = tl.sum(b_z, 1) * (1.0 / COLUMNS)
-                    tl.store(final_key_sum + i_state * K + o_k, b_z1, mask=o_k < K)
+            for i in tl.static_range(SLICES):
+                o_k = i * SLICE + o_s
+                store_state(final_state + i_state * (K * V), b_s[i], o_v, o_k, 1, V, V, K)
+                if NORMALIZE:
+                    if pid % blocks == 0:
+                        tl.store(final_key_sum + i_state * K + o_k, b_z[i], mask=o_k < K)

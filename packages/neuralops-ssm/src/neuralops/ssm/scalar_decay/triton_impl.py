@@ -21,33 +21,52 @@ LARGEST_WIDTH = 256
 
 @dataclass(frozen=True)
 class Tiles:
-    """The shape of a program: ``chunk`` tokens at a time, ``columns`` columns of the state."""
+    """The shape of a program.
+
+    Attributes:
+        chunk: the tokens it works on at a time.
+        columns: the columns of the state it owns, at most.
+        slice: the rows of the state that it works on at a time, at most.
+        warps: its warps.
+        stages: how many chunks are loaded ahead, and one more.
+    """
 
     chunk: int
     columns: int
+    slice: int
     warps: int
     stages: int
 
 
-def forward_tiles(width: int, columns: int, narrow: bool) -> Tiles:
+def forward_tiles(width: int, narrow: bool) -> Tiles:
     """The tiles of the forward, for 16-bit operands (``narrow``) or 32-bit ones."""
-    if narrow and width <= 128:
-        return Tiles(chunk=64, columns=min(64, columns), warps=4, stages=2)
-    return Tiles(chunk=32, columns=min(32, columns), warps=4, stages=1)
+    if narrow:
+        if width <= 64:
+            return Tiles(chunk=64, columns=64, slice=64, warps=4, stages=2)
+        if width <= 128:
+            return Tiles(chunk=64, columns=64, slice=128, warps=8, stages=2)
+        return Tiles(chunk=32, columns=32, slice=64, warps=8, stages=1)
+    if width <= 64:
+        return Tiles(chunk=32, columns=32, slice=64, warps=4, stages=1)
+    return Tiles(chunk=32, columns=32, slice=64, warps=8, stages=1)
 
 
-def parts_tiles(width: int, columns: int, narrow: bool) -> Tiles:
+def parts_tiles(width: int, narrow: bool) -> Tiles:
     """The tiles of the kernels that compute what each part adds to a state."""
     if narrow and width <= 128:
-        return Tiles(chunk=64, columns=min(64, columns), warps=4, stages=2)
-    return Tiles(chunk=32, columns=min(32, columns), warps=4, stages=1)
+        return Tiles(chunk=64, columns=64, slice=width, warps=4, stages=2)
+    return Tiles(chunk=32, columns=32, slice=width, warps=4 if width <= 64 else 8, stages=1)
 
 
-def backward_tiles(width: int, columns: int, narrow: bool) -> Tiles:
-    """The tiles of the backward; ``columns`` bounds the tile of each of its three states."""
-    if narrow and max(width, columns) <= 128:
-        return Tiles(chunk=64, columns=64, warps=4, stages=2)
-    return Tiles(chunk=32, columns=32, warps=4, stages=1)
+def backward_tiles(width: int, narrow: bool) -> Tiles:
+    """The tiles of the backward, for states of at most ``width`` rows and columns."""
+    if narrow:
+        if width <= 64:
+            return Tiles(chunk=64, columns=64, slice=64, warps=8, stages=2)
+        if width <= 128:
+            return Tiles(chunk=32, columns=64, slice=128, warps=8, stages=2)
+        return Tiles(chunk=32, columns=32, slice=64, warps=8, stages=1)
+    return Tiles(chunk=32, columns=32, slice=64, warps=4 if width <= 64 else 8, stages=1)
 
 
 PART = 64
@@ -169,7 +188,6 @@ class _Plan:
         rows: how many sequences and heads walk side by side.
         split: whether a sequence may have several parts.
         narrow: whether the products take 16-bit operands.
-        reverse: 1 to run from the last token to the first.
         options: the kernels' compile-time options.
     """
 
@@ -177,7 +195,6 @@ class _Plan:
     rows: int
     split: bool
     narrow: bool
-    reverse: int
     options: dict[str, Any]
 
     @property
@@ -217,12 +234,20 @@ def _plan(
     options = {
         "K": width, "V": v.shape[3], "NORMALIZE": normalize, "LOG_DECAY": log_decay,
         "GATED": gate.dim() == 3, "PACKED": packed, "UNIT": unit, "DOT": dot,
-        "PRECISION": precision,
+        "PRECISION": precision, "REVERSE": reverse, "ROW": _row_multiple(strided[:3], heads),
     }  # fmt: skip
     return _Plan(
         (sequences, heads, length, part, parts), rows, split,
-        all(x.dtype == torch.bfloat16 for x in strided), int(reverse), options,
+        all(x.dtype == torch.bfloat16 for x in strided), options,
     )  # fmt: skip
+
+
+def _row_multiple(tensors: Sequence[Tensor], heads: int) -> int:
+    """By how many widths the rows of ``tensors`` lie apart, if 1 or the number of heads, else 0."""
+    for multiple in (1, heads):
+        if all(x.stride(2) == multiple * x.shape[3] for x in tensors):
+            return multiple
+    return 0
 
 
 def _slots(q: Tensor, v: Tensor, packed: bool) -> tuple[int, int]:
@@ -250,8 +275,8 @@ def _carried(memory: Tensor, q: Tensor, v: Tensor, cu_seqlens: Tensor | None) ->
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Give ``x`` a last dimension without gaps."""
-    return x if x.stride(3) == 1 else x.contiguous()
+    """Give ``x`` a last dimension without gaps, and rows close enough for offsets of 32 bits."""
+    return x if x.stride(3) == 1 and x.stride(2) < 2**24 else x.contiguous()
 
 
 def _gate_strides(gate: Tensor) -> tuple[int, int, int]:
@@ -315,24 +340,26 @@ def _launch_forward(
     states = sums = totals = None
     if plan.split:
         states, sums, totals = _carried(memory, q, v, cu_seqlens)
-        tiles = parts_tiles(width, columns, plan.narrow)
-        blocks = -(-v.shape[3] // tiles.columns)
+        tiles = parts_tiles(width, plan.narrow)
+        tile_v = min(tiles.columns, columns)
+        blocks = -(-v.shape[3] // tile_v)
         kernels.forward_parts_kernel[(plan.programs * blocks,)](
             k, v, gate, cu_seqlens, states, sums, totals,
-            key_scale, *plan.sizes, plan.reverse, *k_v_strides,
+            key_scale, *plan.sizes, *k_v_strides,
             **plan.options, MAP=feature_map, CHUNK=tiles.chunk, BLOCK_K=width,
-            BLOCK_V=tiles.columns, STAGES=tiles.stages, num_warps=tiles.warps,
+            BLOCK_V=tile_v, STAGES=tiles.stages, num_warps=tiles.warps,
         )  # fmt: skip
-    tiles = forward_tiles(width, columns, plan.narrow)
-    blocks = -(-v.shape[3] // tiles.columns)
+    tiles = forward_tiles(width, plan.narrow)
+    tile_v = min(tiles.columns, columns)
+    blocks = -(-v.shape[3] // tile_v)
     kernels.forward_kernel[(plan.programs * blocks,)](
         q, k, v, gate, initial_state, initial_key_sum, cu_seqlens, states, sums, totals,
         out, denominator, final_state, final_key_sum,
-        query_scale, key_scale, eps, *plan.sizes, plan.reverse, *_strides(q, unit), *k_v_strides,
+        query_scale, key_scale, eps, *plan.sizes, *_strides(q, unit), *k_v_strides,
         **plan.options, MAP=feature_map, SPLIT=plan.split,
         HAS_STATE=initial_state is not None, HAS_KEY_SUM=normalize and initial_key_sum is not None,
-        CHUNK=tiles.chunk, BLOCK_K=width, BLOCK_V=tiles.columns, STAGES=tiles.stages,
-        num_warps=tiles.warps,
+        CHUNK=tiles.chunk, SLICE=min(width, tiles.slice), SLICES=-(-width // tiles.slice), BLOCK_V=tile_v,
+        STAGES=tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip
     return out, final_state, final_key_sum, denominator, memory
 
@@ -389,6 +416,7 @@ def _launch_backward(
         q, v, gate, cu_seqlens, (q, k, v, grad), feature_map, normalize, log_decay, reverse
     )
     sequences, heads, length, part, parts = plan.sizes
+    row_g = _row_multiple((grad,), heads)
     contiguous = (
         x if x is None else x.contiguous()
         for x in (initial_state, initial_key_sum, grad_state, grad_key_sum, cu_seqlens)
@@ -426,17 +454,18 @@ def _launch_backward(
         grad_states, grad_sums, grad_totals = _carried(
             torch.empty_like(memory), q, v, cu_seqlens
         )
-        tiles = parts_tiles(width, columns, plan.narrow)
-        blocks = -(-v.shape[3] // tiles.columns)
+        tiles = parts_tiles(width, plan.narrow)
+        tile_v = min(tiles.columns, columns)
+        blocks = -(-v.shape[3] // tile_v)
         kernels.backward_parts_kernel[(plan.programs * blocks,)](
             q, grad, gate, cu_seqlens, inverse, grad_denominator,
             grad_states, grad_sums, grad_totals,
-            query_scale, *plan.sizes, plan.reverse, *q_strides, *g_strides, *gate_strides,
-            **plan.options, MAP=feature_map, CHUNK=tiles.chunk, BLOCK_K=width,
-            BLOCK_V=tiles.columns, STAGES=tiles.stages, num_warps=tiles.warps,
+            query_scale, *plan.sizes, *q_strides, *g_strides, *gate_strides,
+            **plan.options, MAP=feature_map, ROW_G=row_g, CHUNK=tiles.chunk, BLOCK_K=width,
+            BLOCK_V=tile_v, STAGES=tiles.stages, num_warps=tiles.warps,
         )  # fmt: skip
 
-    tiles = backward_tiles(width, columns, plan.narrow)
+    tiles = backward_tiles(max(width, columns), plan.narrow)
     tile_k, tile_v = min(tiles.columns, width), min(tiles.columns, columns)
     k_blocks, v_blocks = -(-q.shape[3] // tile_k), -(-v.shape[3] // tile_v)
     grad_gates = chunk_states = chunk_key_sums = None
@@ -456,14 +485,14 @@ def _launch_backward(
             states, sums, totals, grad_states, grad_sums, grad_totals,
             inverse, grad_denominator, grad_q, grad_k, grad_v, grad_gates,
             grad_initial_state, grad_initial_key_sum, chunk_states, chunk_key_sums,
-            query_scale, key_scale, *plan.sizes, count, plan.reverse,
+            query_scale, key_scale, *plan.sizes, count, 
             *q_strides, *_strides(k, unit), *_strides(v, unit), *g_strides, *gate_strides,
             **plan.options, MAP=feature_map, SPLIT=plan.split, OF_GATE=of_gate,
-            OF_Q=int(of_q), OF_KV=int(of_kv),
+            OF_Q=int(of_q), OF_KV=int(of_kv), ROW_G=row_g,
             HAS_STATE=initial_state is not None, HAS_KEY_SUM=initial_key_sum is not None,
             HAS_GRAD_STATE=grad_state is not None, HAS_GRAD_KEY_SUM=grad_key_sum is not None,
-            CHUNK=tiles.chunk, BLOCK_K=width, BLOCK_V=columns, TILE_K=tile_k, TILE_V=tile_v,
-            STAGES=tiles.stages, num_warps=tiles.warps,
+            CHUNK=tiles.chunk, SLICE=min(width, tiles.slice), SLICES=-(-width // tiles.slice), BLOCK_V=columns,
+            TILE_K=tile_k, TILE_V=tile_v, STAGES=tiles.stages, num_warps=tiles.warps,
         )  # fmt: skip
     if of_gate:
         kernels.gate_kernel[(-(-count // 1024),)](
