@@ -34,6 +34,27 @@ def scan(
     The arguments are those of :func:`neuralops.ssm.gla_scan`, with the initial state's two parts
     apart. It computes in float64 where a tensor is float64, in float32 otherwise.
     """
+    with torch.autocast(q.device.type, enabled=False):
+        return _scan(
+            q, k, v, lambdas, initial_state, initial_key_sum, cu_seqlens,
+            scale, log_decay, normalize, eps, reverse,
+        )  # fmt: skip
+
+
+def _scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lambdas: Tensor,
+    initial_state: Tensor | None,
+    initial_key_sum: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    log_decay: bool,
+    normalize: bool,
+    eps: float,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     dtype = state_dtype(q, k, v, lambdas, initial_state, initial_key_sum)
     gate = lambdas.to(dtype).exp() if log_decay else lambdas.to(dtype)
     if gate.dim() == 3:

@@ -275,7 +275,7 @@ def _decays(gate: Tensor, base: int) -> Decays:
 
 
 def _base(gate: Tensor) -> int:
-    """The largest block whose gates all are near enough to 1; on a GPU none, which needs no look."""
+    """The largest block whose gates all are near enough to 1; on a GPU a single token, unseen."""
     if gate.device.type != "cpu" or gate.numel() == 0 or not bool(gate.min() >= NEAR_ONE):
         return 1
     for base in BASES:
@@ -440,7 +440,7 @@ def _forward(
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     options = Options(scale, log_decay, normalize, eps, reverse)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         out, *rest = _plain(
             q, k, v, lambdas, initial_state, initial_key_sum, cu_seqlens, options, _base
         )
@@ -499,7 +499,8 @@ def _backward(
         parts = [_chunks(x, layout) for x in (queries, keys, values, grad)]
         chunk_gate = _chunks(gate, layout, 1.0)
         decays = _decays(chunk_gate, _base(chunk_gate))
-        *found, grad_initial = _grad_chunks(*parts, decays, state, grad_final, layout)
+        with torch.autocast(q.device.type, enabled=False):
+            *found, grad_initial = _grad_chunks(*parts, decays, state, grad_final, layout)
         found = [_rows(x, layout, length) for x in found]
         if scale != 1.0:
             found[0] = found[0] * scale
@@ -576,7 +577,7 @@ def _grad_chunks(
         pairs = block[..., h:, :h]
         into_2 = pairs @ (k_1 * level.after)
         into_1 = pairs.transpose(-1, -2) @ (q_2 * level.until)
-        (until_1, until_2), (after_1, after_2) = _blocks(of_until, h), _blocks(of_after, h)
+        (until_1, until_2), (after_1, _) = _blocks(of_until, h), _blocks(of_after, h)
         until_1[..., -1:, :].add_((until_2 * level.until).sum(-2, keepdim=True))
         until_2.mul_(level.first).addcmul_(q_2, into_2)
         until_2[..., -1:, :].add_((after_1 * level.after).sum(-2, keepdim=True))

@@ -313,6 +313,7 @@ def _launch_forward(
         initial_key_sum = initial_key_sum.contiguous()
     if table is not None:
         out.zero_()
+        denominator.zero_()
     if table is not None or length == 0 or value_width == 0 or key_width == 0:
         _start(final_state, initial_state)
         _start(final_sum, initial_key_sum)
