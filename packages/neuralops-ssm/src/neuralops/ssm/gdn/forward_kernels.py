@@ -35,7 +35,7 @@ def chunk_kernel(
     q_sb, q_sh, q_sl, q_sd, k_sb, k_sh, k_sl, k_sd, b_sb, b_sh, b_sl, a_sb, a_sh, a_sl,
     DK: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr,
     LOG_DECAY: tl.constexpr, NORMALIZE: tl.constexpr, NLMS: tl.constexpr, PACKED: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, ROUGH: tl.constexpr,
 ):  # fmt: skip
     """Write what a chunk's walk needs beside q, k and v.
 
@@ -55,7 +55,6 @@ def chunk_kernel(
     o_k = tl.arange(0, BK)
     p_q = q + (i_b * q_sb + i_h // GROUP * q_sh) * UNIT
     p_k = k + (i_b * k_sb + i_h // GROUP * k_sh) * UNIT
-    b_q = load_rows(p_q, row, valid, o_k, DK, q_sl, q_sd, UNIT)
     b_k = load_rows(p_k, row, valid, o_k, DK, k_sl, k_sd, UNIT)
     p_beta = beta + i_b * b_sb + i_h * b_sh + row.to(tl.int64) * b_sl
     b_beta = tl.load(p_beta, mask=valid, other=0.0).to(tl.float32)
@@ -63,38 +62,32 @@ def chunk_kernel(
     _, _, sums, sums_e, total = load_decays(p_alpha, row, valid, a_sl, LOG_DECAY, NLMS)
 
     DTYPE: tl.constexpr = squares.dtype.element_ty
-    b_qk = dot(b_q, tl.trans(b_k), DTYPE, PRECISION)
-    b_kk = dot(b_k, tl.trans(b_k), DTYPE, PRECISION)
-    b_enter = from_start(sums_e, 0)
-    b_leave = from_start(sums, 0) * scale
-    b_last = to_end(sums, total, 0)
-    b_scale = tl.zeros_like(b_beta) + scale
-    if NLMS:
-        b_beta = b_beta / (1.0 + sum_of_squares(b_k))
-    if NORMALIZE:
-        b_norm = tl.rsqrt(sum_of_squares(b_k) + NORM_EPS)
-        b_scale *= tl.rsqrt(sum_of_squares(b_q) + NORM_EPS)
-        b_leave *= tl.rsqrt(sum_of_squares(b_q) + NORM_EPS)
-        b_enter *= b_norm
-        b_last *= b_norm
-        b_kk = b_kk * b_norm[:, None] * b_norm[None, :]
-        b_qk = b_qk * b_norm[None, :]
-    b_last *= b_beta
-
-    r, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    b_a = b_qk * b_scale[:, None] * products(sums, sums, 0) * b_beta[None, :]
-    b_lower = b_kk * products(sums_e, sums, 0) * b_beta[None, :]
-    b_t = inverse(tl.where(r > s, b_lower, 0.0), C, PRECISION)
-
     rows = tl.num_programs(0).to(tl.int64) // chunks * L
     o_row = i_row * L + row
+    r, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     o_square = o_row[:, None] * C + s
+    b_norm = tl.full((C,), 1.0, tl.float32)
+    if NORMALIZE:
+        b_norm = tl.rsqrt(sum_of_squares(b_k) + NORM_EPS)
+    if NLMS:
+        b_beta = b_beta / (1.0 + sum_of_squares(b_k))
+    b_lower = dot(b_k, tl.trans(b_k), DTYPE, PRECISION) * products(sums_e, sums, 0)
+    b_lower *= b_norm[:, None] * (b_norm * b_beta)[None, :]
+    b_t = inverse(tl.where(r > s, b_lower, 0.0), C, ROUGH)
     tl.store(squares + o_square, b_t.to(DTYPE), mask=valid[:, None])
+
+    b_q = load_rows(p_q, row, valid, o_k, DK, q_sl, q_sd, UNIT)
+    b_scale = tl.full((C,), 1.0, tl.float32) * scale
+    if NORMALIZE:
+        b_scale *= tl.rsqrt(sum_of_squares(b_q) + NORM_EPS)
+    b_a = dot(b_q, tl.trans(b_k), DTYPE, PRECISION) * products(sums, sums, 0)
+    b_a *= b_scale[:, None] * (b_norm * b_beta)[None, :]
     b_a = tl.where(r >= s, b_a, 0.0)
     tl.store(squares + rows * C + o_square, b_a.to(DTYPE), mask=valid[:, None])
-    tl.store(factors + ENTER * rows + o_row, b_enter, mask=valid)
-    tl.store(factors + LEAVE * rows + o_row, b_leave, mask=valid)
-    tl.store(factors + LAST * rows + o_row, b_last, mask=valid)
+    p_factors = factors + o_row
+    tl.store(p_factors + ENTER * rows, from_start(sums_e, 0) * b_norm, mask=valid)
+    tl.store(p_factors + LEAVE * rows, from_start(sums, 0) * b_scale, mask=valid)
+    tl.store(p_factors + LAST * rows, to_end(sums, total, 0) * b_norm * b_beta, mask=valid)
     tl.store(factors + 3 * rows + i_row * chunks + place, from_start(total, 0))
 
 

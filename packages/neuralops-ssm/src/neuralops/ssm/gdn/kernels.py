@@ -45,6 +45,14 @@ def float32_dots() -> str:
     return "ieee" if INTERPRETING else _float32_dots(driver.active)
 
 
+def compiles_for_hopper() -> bool:
+    """Whether kernels are interpreted, or compiled ahead of time for Hopper or newer."""
+    if INTERPRETING:
+        return True
+    target = driver.active.get_current_target()
+    return target.backend == "cuda" and int(target.arch) >= 90
+
+
 @cache
 def _float32_dots(active: Any) -> str:
     return "ieee" if active.get_current_target().backend == "hip" else "tf32x3"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Plan:
     chunk: int
     chunks: Tiles
     forward: Tiles
+    split: Tiles
     states: Tiles
     walk: Tiles
     within: Tiles
@@ -49,8 +51,9 @@ class Plan:
 NARROW = Plan(
     64,
     chunks=Tiles(64, 4, 1),
-    forward=Tiles(32, 4, 2),
-    states=Tiles(32, 4, 2),
+    forward=Tiles(64, 4, 3),
+    split=Tiles(32, 4, 2),
+    states=Tiles(32, 4, 3),
     walk=Tiles(32, 4, 2),
     within=Tiles(64, 8, 1),
     between=Tiles(32, 8, 1),
@@ -59,23 +62,26 @@ NARROW = Plan(
 WIDE = Plan(
     64,
     chunks=Tiles(64, 4, 1),
-    forward=Tiles(64, 4, 2),
-    states=Tiles(64, 4, 2),
-    walk=Tiles(64, 4, 2),
+    forward=Tiles(64, 4, 3),
+    split=Tiles(32, 4, 2),
+    states=Tiles(64, 4, 3),
+    walk=Tiles(32, 4, 2),
     within=Tiles(64, 8, 1),
-    between=Tiles(32, 8, 1),
+    between=Tiles(64, 8, 2),
 )
 """For keys of up to 128, of two bytes."""
 LEAN = Plan(
     32,
-    chunks=Tiles(32, 4, 1),
-    forward=Tiles(32, 4, 1),
-    states=Tiles(32, 4, 1),
-    walk=Tiles(32, 4, 1),
-    within=Tiles(32, 8, 1),
-    between=Tiles(32, 8, 1),
+    chunks=Tiles(16, 8, 1),
+    forward=Tiles(16, 8, 1),
+    split=Tiles(16, 8, 1),
+    states=Tiles(16, 8, 1),
+    walk=Tiles(16, 8, 1),
+    within=Tiles(16, 8, 1),
+    between=Tiles(16, 8, 1),
 )
-"""For float32, for keys of up to 256, and for strides that 16 does not divide."""
+"""For float32, for keys of up to 256, for strides that 16 does not divide, and for GPUs without
+matrix units that read their operands from shared memory, which came with Hopper."""
 
 
 def scan(
@@ -173,7 +179,7 @@ def _launch_forward(
     from neuralops.ssm.gdn import forward_kernels, kernels
 
     batch, heads, length, width = v.shape
-    plan = _plan(q, k, v)[1]
+    dtype, plan = _plan(q, k, v)
     results = _fake_forward(
         q, k, v, beta, alpha, initial_state, cu_seqlens, scale, log_decay, normalize_qk, nlms, keep
     )
@@ -193,9 +199,10 @@ def _launch_forward(
     key_width, group, sequences = q.shape[3], heads // q.shape[1], final_state.shape[0]
     chunks, unit = _chunks(length, cu_seqlens, plan), _unit(q, k, v)
     of_q, of_k, of_v = _strides(q, unit), _strides(k, unit), _strides(v, unit)
+    precision = kernels.float32_dots()
     shape: dict[str, Any] = {
         "DK": key_width, "BK": _block(key_width), "C": plan.chunk, "GROUP": group, "UNIT": unit,
-        "PRECISION": kernels.float32_dots(),
+        "PRECISION": precision,
     }  # fmt: skip
     if length > 0:
         forward_kernels.chunk_kernel[(batch * heads * chunks,)](
@@ -203,10 +210,12 @@ def _launch_forward(
             scale, heads, length, chunks, sequences, sequences.bit_length(),
             *of_q, *of_k, *beta.stride(), *alpha.stride(),
             LOG_DECAY=log_decay, NORMALIZE=normalize_qk, NLMS=nlms, PACKED=packed,
-            num_warps=plan.chunks.warps, **shape,
+            # Rounded to 8 bits, T needs no more of its inversion.
+            ROUGH="tf32" if dtype == torch.bfloat16 else precision,
+            num_warps=plan.chunks.warps if dtype == torch.bfloat16 else LEAN.chunks.warps, **shape,
         )  # fmt: skip
     part, splits = (length, 1) if packed else _split(q, v, plan)
-    tiles = plan.forward
+    tiles = plan.split if splits > 1 else plan.forward
     shape |= {"DV": width, "BV": min(tiles.block_v, _block(width)), "STAGES": tiles.stages}
     blocks = -(-width // shape["BV"])
     if keep and splits == 1:
@@ -360,7 +369,22 @@ def _plan(q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.dtype, Plan]:
         dtype = torch.promote_types(torch.promote_types(dtype, k.dtype), v.dtype)
     if dtype == torch.float32 or q.shape[3] > 128 or _unit(q, k, v) == 1:
         return dtype, LEAN
+    if not _reads_operands_from_shared_memory(q.device):
+        return dtype, LEAN
     return dtype, NARROW if q.shape[3] <= 64 else WIDE
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _reads_operands_from_shared_memory(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return _is_hopper(device)
+    from neuralops.ssm.gdn import kernels
+
+    return kernels.compiles_for_hopper()
 
 
 def _chunks(length: int, cu_seqlens: Tensor | None, plan: Plan) -> int:
@@ -374,7 +398,7 @@ def _most_splits(q: Tensor, v: Tensor, plan: Plan) -> int:
     """Return in how many parts the longest sequences are split."""
     if q.shape[3] > SPLIT_WIDTH:
         return 1
-    programs = v.shape[0] * v.shape[1] * -(-v.shape[3] // plan.forward.block_v)
+    programs = v.shape[0] * v.shape[1] * -(-v.shape[3] // plan.split.block_v)
     processors = multiprocessors(q.device)
     if programs == 0 or programs >= ENOUGH_PROGRAMS * processors:
         return 1
