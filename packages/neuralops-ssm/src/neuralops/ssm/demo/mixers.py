@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from neuralops.core import Explanation, explain
-from neuralops.ssm import hgrn2_scan, hgrn2_step
+from neuralops.ssm import gdn_scan, gdn_step, hgrn2_scan, hgrn2_step
 
 Tensor = torch.Tensor
 State = tuple[Tensor, ...]
@@ -127,4 +127,67 @@ class HGRN2Mixer(Mixer):
         return leave
 
 
-MIXERS: dict[str, type[Mixer]] = {"hgrn2": HGRN2Mixer}
+class GDNMixer(Mixer):
+    """The gated delta rule between a short convolution and an output gate.
+
+    Source: Yang, Kautz and Hatamizadeh, *Gated Delta Networks: Improving Mamba2 with Delta Rule*,
+    [arXiv 2412.06464](https://arxiv.org/abs/2412.06464).
+    """
+
+    HEAD_WIDTH = 32
+    TAPS = 4
+
+    def __init__(self, width: int, depth: float) -> None:
+        super().__init__(width, depth)
+        self.heads = max(1, width // self.HEAD_WIDTH)
+        self.channels = self.heads * self.HEAD_WIDTH
+        self.conv = ShortConv(width, self.TAPS)
+        self.enter = nn.Linear(width, 4 * self.channels, bias=False)
+        self.gates = nn.Linear(width, 2 * self.heads)
+        with torch.no_grad():
+            self.gates.bias[: self.heads] = torch.linspace(2, 6, self.heads)
+        self.norm = nn.RMSNorm(self.HEAD_WIDTH)
+        self.leave = nn.Linear(self.channels, width, bias=False)
+        nn.init.normal_(self.leave.weight, std=0.02)
+
+    def initial_state(self, batch: int) -> State:
+        """Return the convolution's past and the recurrence's state, both zero."""
+        hidden = self.gates.bias.new_zeros(batch, self.heads, self.HEAD_WIDTH, self.HEAD_WIDTH)
+        return self.conv.initial_state(batch), hidden
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """Mix a whole sequence ``x (B, L, width)``."""
+        x, before = self.conv(x, state[0])
+        *tokens, gate = self._enter(x)
+        o, hidden = gdn_scan(
+            *tokens, normalize_qk=True, initial_state=state[1], return_final_state=True
+        )
+        return self._leave(o, gate), (before, hidden)
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """Mix one token ``x (B, width)``."""
+        x, before = self.conv(x.unsqueeze(1), state[0])
+        *tokens, gate = self._enter(x)
+        q, k, v, beta, alpha = (token.squeeze(2) for token in tokens)
+        o, hidden = gdn_step(q, k, v, beta, alpha, state[1], normalize_qk=True)
+        return self._leave(o.unsqueeze(2), gate).squeeze(1), (before, hidden)
+
+    def explain(self, x: Tensor) -> Explanation:
+        """Tell on which backend :func:`neuralops.ssm.gdn_scan` would run."""
+        *tokens, _ = self._enter(x)
+        return explain(gdn_scan, *tokens, normalize_qk=True)
+
+    def _enter(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return q, k, v, beta, alpha as the scan takes them, and the output gate."""
+        *tokens, gate = self.enter(x).chunk(4, -1)
+        q, k, v = (functional.silu(token).unflatten(-1, (self.heads, -1)) for token in tokens)
+        alpha, beta = torch.sigmoid(self.gates(x)).chunk(2, -1)
+        return *(token.transpose(1, 2) for token in (q, k, v, beta, alpha)), gate
+
+    def _leave(self, o: Tensor, gate: Tensor) -> Tensor:
+        o = self.norm(o.transpose(1, 2)).flatten(2)
+        leave: Tensor = self.leave(o * functional.silu(gate))
+        return leave
+
+
+MIXERS: dict[str, type[Mixer]] = {"gdn": GDNMixer, "hgrn2": HGRN2Mixer}
