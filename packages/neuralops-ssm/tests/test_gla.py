@@ -24,7 +24,7 @@ from neuralops.core.testing import (
 )
 from neuralops.core.testing.fixtures import BACKENDS, DEVICE, sample_matrix, samples
 from neuralops.ssm import gla_scan, gla_step, hgrn2_scan
-from neuralops.ssm.gla import torch_impl, triton_impl
+from neuralops.ssm.gla import decays, launchers
 from neuralops.ssm.gla.op import OPERATOR
 
 ON_BOTH = pytest.mark.parametrize("backend", BACKENDS)
@@ -34,8 +34,8 @@ GATES = pytest.mark.parametrize("scalar", [False, True], ids=["vector", "scalar"
 @pytest.fixture
 def split(monkeypatch):
     """A device so wide that even short sequences are split into parts of one chunk or two."""
-    monkeypatch.setattr(triton_impl, "LEAST_PART", 1)
-    monkeypatch.setattr(triton_impl, "multiprocessors", lambda device: 512)
+    monkeypatch.setattr(launchers, "LEAST_PART", 1)
+    monkeypatch.setattr(launchers, "multiprocessors", lambda device: 512)
 
 
 def inputs(
@@ -95,7 +95,7 @@ def test_split_along_the_sequence(backend, options):
     if normalize:
         q, k = q.abs() + 0.1, k.abs() + 0.1
         state = (state, state[..., 0].abs())
-    _, splits = triton_impl._split(1, 3, q.device)
+    _, splits = launchers._split(1, 3, q.device)
     assert splits == 3
     options = {
         "reverse": reverse, "normalize": normalize, "cu_seqlens": boundaries,
@@ -199,7 +199,7 @@ def test_small_blocks_equal_large_ones(monkeypatch):
     gate = 0.9 + 0.1 * gate
     results = []
     for bases in ((64, 16), (16,), ()):
-        monkeypatch.setattr(torch_impl, "BASES", bases)
+        monkeypatch.setattr(decays, "BASES", bases)
         results.append(evaluate(gla_scan, ((q, k, v, gate), {}), backend="torch"))
     for name, value in results[0].items():
         assert measure(results[1][name], value)[0] < 1e-13
@@ -398,9 +398,9 @@ def test_strides_of_inputs_and_gradients(backend, gradient):
 def test_rows_far_apart(backend):
     """Where a chunk's rows span more than 2^31 elements they are copied first."""
     far = torch.empty_strided((1, 1, 3, 1), (0, 0, 2**26, 1), device="meta")
-    assert triton_impl._near(far).stride(2) == 1
+    assert launchers._near(far).stride(2) == 1
     near = torch.empty_strided((1, 1, 3, 1), (0, 0, 2**24, 1), device="meta")
-    assert triton_impl._near(near) is near
+    assert launchers._near(near) is near
     if DEVICE == "cuda":
         memory = torch.empty(2 * 2**26 + 1, dtype=torch.float16, device=DEVICE)
         q = memory.as_strided((1, 1, 3, 1), (0, 0, 2**26, 1)).copy_(torch.rand(1, 1, 3, 1))

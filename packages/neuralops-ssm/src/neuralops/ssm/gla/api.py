@@ -116,13 +116,15 @@ def gla_scan(
 ) -> Tensor | tuple[Tensor, State]:
     r"""Scan gated linear attention along the sequence.
 
-    $$S_t = \mathrm{Diag}(\lambda_t)\, S_{t-1} + k_t v_t^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
+    $$S_t = \mathrm{Diag}(\lambda_t)\, S_{t-1} + k_t v_t^\top, \qquad
+    o_t = \mathrm{scale}\; S_t^\top q_t$$
 
     With `normalize` the output is divided by the weights that it sums, and the clamp has its true
     gradient:
 
     $$Z_t = \lambda_t \odot Z_{t-1} + k_t, \qquad
-    o_t = \frac{\mathrm{scale}\; S_t^\top q_t}{\max(\mathrm{scale}\; q_t \cdot Z_t,\ \mathrm{eps})}$$
+    o_t = \frac{\mathrm{scale}\; S_t^\top q_t}
+    {\max(\mathrm{scale}\; q_t \cdot Z_t,\ \mathrm{eps})}$$
 
     Args:
         q: the queries, `(B, H, L, Dk)`. Each tensor may have its own floating dtype and any
@@ -158,8 +160,9 @@ def gla_scan(
         ValueError: a shape, device or value that does not fit, or an unknown backend.
         neuralops.core.BackendUnavailableError: the requested backend cannot serve the call.
 
-    Time is O(B H L Dk (Dv + C)) for chunks of C = 64 tokens. Memory is O(B H L (Dk + Dv + Dk Dv / C)); the
-    backward keeps the inputs, and with `normalize` the output and the denominators.
+    Time is O(B H L Dk (Dv + C)) for chunks of C = 64 tokens. Memory is
+    O(B H L (Dk + Dv + Dk Dv / C)); the backward keeps the inputs, and with `normalize` the output
+    and the denominators.
 
     Source: Yang et al., *Gated Linear Attention Transformers with Hardware-Efficient Training*,
     [arXiv 2312.06635](https://arxiv.org/abs/2312.06635).
@@ -211,9 +214,10 @@ def gla_scan(
         OPERATOR, backend, q, k, v, lambdas, state, key_sum, cu_seqlens,
         float(scale), log_decay, normalize, float(eps), reverse,
     )  # fmt: skip
-    if not return_final_state:
-        return out
-    return out, (final_state, final_key_sum) if normalize else final_state
+    result: Tensor | tuple[Tensor, State] = out
+    if return_final_state:
+        result = out, (final_state, final_key_sum) if normalize else final_state
+    return result
 
 
 def _state(

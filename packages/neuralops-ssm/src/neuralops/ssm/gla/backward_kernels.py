@@ -94,6 +94,23 @@ def _through(
 
 
 @triton.jit
+def _crossing(
+    p_state, p_grad_state, o_k,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The entering state times the leaving state's gradient, summed over Dv, ``(BLOCK_K,)``."""
+    b_sum = tl.zeros((BLOCK_K,), tl.float32)
+    for i_v in tl.range(0, DV, BLOCK_V, num_stages=1):
+        o_v = i_v + tl.arange(0, BLOCK_V)
+        mask = (o_k < DK)[:, None] & (o_v < DV)[None, :]
+        o_tile = o_k[:, None] * DV + o_v[None, :]
+        b_state = tl.load(p_state + o_tile, mask=mask, other=0.0).to(tl.float32)
+        b_grad_state = tl.load(p_grad_state + o_tile, mask=mask, other=0.0).to(tl.float32)
+        b_sum += tl.sum(b_state * b_grad_state, 1)
+    return b_sum
+
+
+@triton.jit
 def _pairs(
     grad, v, b_den, b_along, start, o_row, m_row, x_sl, x_sd, v_sl, v_sd,
     DV: tl.constexpr, UNIT: tl.constexpr, NORMALIZE: tl.constexpr,
@@ -254,61 +271,6 @@ def _side(
     return b_grad, b_grad_g
 
 
-@triton.jit
-def _restarts(
-    b_grad_g, b_g, b_through, q, k, grad, v, state, grad_state, key_sum, grad_sum, b_den, b_along,
-    scale, start, o_row, m_row, o_k, q_sl, q_sd, k_sl, k_sd, x_sl, x_sd, v_sl, v_sd,
-    DK: tl.constexpr, DV: tl.constexpr, NORMALIZE: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Replace the gradients of plain gates that are 0 or nearly so, token by token.
-
-    Token i splits the chunk: what the tokens from i on take from those before it, all without gate i.
-    """
-    r, t = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    o_c = tl.arange(0, CHUNK)
-    b_any = tl.max((b_g < RESTART).to(tl.int32), 1)
-    b_one = tl.full((o_k.shape[0],), 1.0, tl.float32)
-    b_into_q = _through(
-        grad, b_den, b_one, start, o_row, m_row, state, o_k, x_sl, x_sd,
-        DK, DV, UNIT, NORMALIZE, OPERAND, PRECISION, CHUNK, BLOCK_V,
-    )  # fmt: skip
-    b_into_k = _through(
-        v, b_den, b_one, start, o_row, m_row, grad_state, o_k, v_sl, v_sd,
-        DK, DV, UNIT, False, OPERAND, PRECISION, CHUNK, BLOCK_V,
-    )  # fmt: skip
-    b_pairs = _pairs(
-        grad, v, b_den, b_along, start, o_row, m_row, x_sl, x_sd, v_sl, v_sd,
-        DV, UNIT, NORMALIZE, OPERAND, PRECISION, CHUNK, BLOCK_V,
-    )  # fmt: skip
-    if NORMALIZE:
-        b_into_q += b_along[:, None] * tl.load(key_sum + o_k, mask=o_k < DK, other=0.0)[None, :]
-        b_into_k += tl.load(grad_sum + o_k, mask=o_k < DK, other=0.0)[None, :]
-    for i in tl.range(0, CHUNK, num_stages=1):
-        if tl.max(tl.where(o_c == i, b_any, 0)) > 0:
-            b_ones = ((t > i) & (t <= r)) | ((r < i) & (t > r) & (t < i))
-            b_ones = b_ones.to(tl.float32 if PARTS == 0 else tl.bfloat16)
-            b_decays = tl.exp2(ones_product(b_ones, b_g, PARTS))
-            later = (o_c >= i)[:, None]
-            b_before = tl.exp2(tl.sum(tl.where((o_c < i)[:, None], b_g, 0.0), 0))
-            b_after = tl.exp2(tl.sum(tl.where((o_c > i)[:, None], b_g, 0.0), 0))
-            b_k = load_rows(k, start, o_row, m_row, o_k, k_sl, k_sd, DK, UNIT).to(tl.float32)
-            b_earlier = tl.where(later, 0.0, b_k * b_decays)
-            b_grad = tl.sum(b_earlier * b_into_k, 0) * b_after
-            b_grad += b_before * b_after * b_through
-            b_into = tl.dot(
-                b_pairs, operand(b_earlier, OPERAND, PRECISION), input_precision=PRECISION
-            )
-            b_into += b_into_q * b_before[None, :]
-            b_q = load_rows(q, start, o_row, m_row, o_k, q_sl, q_sd, DK, UNIT).to(tl.float32)
-            b_later = tl.where(later, b_q * scale * b_decays, 0.0)
-            b_grad += tl.sum(b_later * b_into, 0)
-            here = (o_c == i)[:, None] & (b_g < RESTART)
-            b_grad_g = tl.where(here, b_grad[None, :], b_grad_g)
-    return b_grad_g
-
-
 @triton.jit(do_not_specialize=SCALARS)
 def gradients_kernel(
     q, k, v, gates, grad, denominator, along, states, sums, grad_states, grad_sums, table, ones,
@@ -351,14 +313,7 @@ def gradients_kernel(
         b_den = tl.maximum(b_den, eps)
         b_along = tl.load(along + o_first + o_row, mask=m_row, other=0.0)
 
-    b_through = tl.zeros((BLOCK_K,), tl.float32)
-    for i_v in tl.range(0, DV, BLOCK_V, num_stages=1):
-        o_v = i_v + tl.arange(0, BLOCK_V)
-        m_state = (o_k < DK)[:, None] & (o_v < DV)[None, :]
-        o_tile = o_k[:, None] * DV + o_v[None, :]
-        b_state = tl.load(p_state + o_tile, mask=m_state, other=0.0).to(tl.float32)
-        b_grad_state = tl.load(p_grad_state + o_tile, mask=m_state, other=0.0).to(tl.float32)
-        b_through += tl.sum(b_state * b_grad_state, 1)
+    b_through = _crossing(p_state, p_grad_state, o_k, DK, DV, BLOCK_K, BLOCK_V)
     if NORMALIZE:
         b_sum = tl.load(p_sum + o_k, mask=o_k < DK, other=0.0)
         b_grad_sum = tl.load(p_grad_sum + o_k, mask=o_k < DK, other=0.0)
@@ -397,13 +352,6 @@ def gradients_kernel(
     if not LOG:
         b_g = load_gates(p_g, start, o_row, m_row, o_k, g_sl, g_sd, DK, UNIT, LOG)
         b_grad_g = tl.where(b_g < RESTART, 0.0, b_grad_g * tl.exp2(-b_g))
-        if tl.min(b_g) < RESTART:
-            b_grad_g = _restarts(
-                b_grad_g, b_g, b_through, p_q, p_k, p_x, p_v, p_state, p_grad_state,
-                p_sum, p_grad_sum, b_den, b_along, scale, start, o_row, m_row, o_k,
-                q_sl, q_sd, k_sl, k_sd, x_sl, x_sd, v_sl, v_sd,
-                DK, DV, NORMALIZE, OPERAND, PRECISION, PARTS, UNIT, CHUNK, BLOCK_V,
-            )  # fmt: skip
     store_rows(grad_gates + o_first * DK, b_grad_g, o_row, m_row, o_k, DK)
 
 
@@ -476,3 +424,96 @@ def values_kernel(
     b_weights = tl.trans(operand(b_weights, OPERAND, PRECISION))
     b_grad = tl.dot(b_weights, b_x, b_grad, input_precision=PRECISION)
     store_rows(grad_v + o_first * DV, b_grad, o_row, m_row, o_v, DV)
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def restarts_kernel(
+    q, k, v, gates, grad, denominator, along, states, sums, grad_states, grad_sums, table,
+    grad_gates,
+    scale, eps, H, L, slots,
+    q_sb, q_sh, q_sl, q_sd, k_sb, k_sh, k_sl, k_sd, v_sb, v_sh, v_sl, v_sd,
+    g_sb, g_sh, g_sl, g_sd, x_sb, x_sh, x_sl, x_sd,
+    DK: tl.constexpr, DV: tl.constexpr, LOG: tl.constexpr, REVERSE: tl.constexpr,
+    NORMALIZE: tl.constexpr, PACKED: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of plain gates that are 0 or nearly so, token by token.
+
+    Token i splits the chunk: what the tokens from i on take from those before it, without gate i.
+    """
+    blocks_k: tl.constexpr = (DK + BLOCK_K - 1) // BLOCK_K
+    pid = tl.program_id(0)
+    o_k = pid % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    slot = pid // blocks_k % slots
+    i_bh = (pid // blocks_k // slots).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    start, end, _, _, _ = chunk(table, i_b, slot, slots, L, CHUNK, PACKED)
+    if start >= end:
+        return
+    o_row = rows(CHUNK, REVERSE)
+    m_row = start + o_row < end
+    p_g = head(gates, i_b, i_h, g_sb, g_sh, UNIT)
+    b_g = load_gates(p_g, start, o_row, m_row, o_k, g_sl, g_sd, DK, UNIT, LOG)
+    if tl.min(b_g) >= RESTART:
+        return
+    p_q = head(q, i_b, i_h, q_sb, q_sh, UNIT)
+    p_k = head(k, i_b, i_h, k_sb, k_sh, UNIT)
+    p_v = head(v, i_b, i_h, v_sb, v_sh, UNIT)
+    p_x = head(grad, i_b, i_h, x_sb, x_sh, UNIT)
+    p_state = states + (i_bh * slots + slot) * DK * DV
+    p_grad_state = grad_states + (i_bh * slots + slot) * DK * DV
+    o_first = i_bh * L + start
+    b_one = tl.full((CHUNK,), 1.0, tl.float32)
+    b_den, b_along = b_one, b_one
+    if NORMALIZE:
+        b_den = tl.load(denominator + o_first + o_row, mask=m_row, other=1.0)
+        b_den = tl.maximum(b_den, eps)
+        b_along = tl.load(along + o_first + o_row, mask=m_row, other=0.0)
+    b_pairs = _pairs(
+        p_x, p_v, b_den, b_along, start, o_row, m_row, x_sl, x_sd, v_sl, v_sd,
+        DV, UNIT, NORMALIZE, OPERAND, PRECISION, CHUNK, BLOCK_V,
+    )  # fmt: skip
+    b_factor = tl.full((BLOCK_K,), 1.0, tl.float32)
+    b_into_q = _through(
+        p_x, b_den, b_factor, start, o_row, m_row, p_state, o_k, x_sl, x_sd,
+        DK, DV, UNIT, NORMALIZE, OPERAND, PRECISION, CHUNK, BLOCK_V,
+    )  # fmt: skip
+    b_into_k = _through(
+        p_v, b_den, b_factor, start, o_row, m_row, p_grad_state, o_k, v_sl, v_sd,
+        DK, DV, UNIT, False, OPERAND, PRECISION, CHUNK, BLOCK_V,
+    )  # fmt: skip
+    b_through = _crossing(p_state, p_grad_state, o_k, DK, DV, BLOCK_K, BLOCK_V)
+    if NORMALIZE:
+        o_sum = (i_bh * slots + slot) * DK + o_k
+        b_sum = tl.load(sums + o_sum, mask=o_k < DK, other=0.0)
+        b_grad_sum = tl.load(grad_sums + o_sum, mask=o_k < DK, other=0.0)
+        b_into_q += b_along[:, None] * b_sum[None, :]
+        b_into_k += b_grad_sum[None, :]
+        b_through += b_sum * b_grad_sum
+
+    r, t = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    o_c = tl.arange(0, CHUNK)
+    b_any = tl.max((b_g < RESTART).to(tl.int32), 1)
+    for i in tl.range(0, CHUNK, num_stages=1):
+        if tl.max(tl.where(o_c == i, b_any, 0)) > 0:
+            b_ones = ((t > i) & (t <= r)) | ((r < i) & (t > r) & (t < i))
+            b_ones = b_ones.to(tl.float32 if PARTS == 0 else tl.bfloat16)
+            b_decays = tl.exp2(ones_product(b_ones, b_g, PARTS))
+            later = (o_c >= i)[:, None]
+            b_before = tl.exp2(tl.sum(tl.where((o_c < i)[:, None], b_g, 0.0), 0))
+            b_after = tl.exp2(tl.sum(tl.where((o_c > i)[:, None], b_g, 0.0), 0))
+            b_k = load_rows(p_k, start, o_row, m_row, o_k, k_sl, k_sd, DK, UNIT).to(tl.float32)
+            b_earlier = tl.where(later, 0.0, b_k * b_decays)
+            b_grad = tl.sum(b_earlier * b_into_k, 0) * b_after
+            b_grad += b_before * b_after * b_through
+            b_into = tl.dot(
+                b_pairs, operand(b_earlier, OPERAND, PRECISION), input_precision=PRECISION
+            )
+            b_into += b_into_q * b_before[None, :]
+            b_q = load_rows(p_q, start, o_row, m_row, o_k, q_sl, q_sd, DK, UNIT).to(tl.float32)
+            b_grad += tl.sum(tl.where(later, b_q * scale * b_decays, 0.0) * b_into, 0)
+            m_here = (o_c == i)[:, None] & (b_g < RESTART) & m_row[:, None] & (o_k < DK)[None, :]
+            p_out = grad_gates + o_first * DK + o_row[:, None] * DK + o_k[None, :]
+            b_here = tl.broadcast_to(b_grad[None, :], (CHUNK, BLOCK_K))
+            tl.store(p_out, b_here.to(grad_gates.dtype.element_ty), mask=m_here)

@@ -5,18 +5,20 @@ where REVERSE is set. Rows past the chunk's end hold q = k = v = 0 and the gate 
 make a sequence, or all packed sequences together, some of them empty.
 
 Gates are taken as logarithms, of base 2 or natural ones as they are given, no less than FLOOR, and
-become base 2 after they are summed. Every decay is 2 to a sum of logarithms that is formed directly, by a
-product with a matrix of ones, and never by a difference: nothing overflows, and a gate of 0 gives 0.
+become base 2 after they are summed. Every decay is 2 to a sum of logarithms that is formed
+directly, by a product with a matrix of ones, and never by a difference: nothing overflows, and a
+gate of 0 gives 0.
 
 Between two halves of a block of 2h tokens the decay splits at the middle: the gates up to the query
 times the gates after the key. A chunk takes one product of matrices for each h = base, 2 base, ...,
 and one for the blocks of ``base`` tokens, relative to their middle token. ``base`` is the largest
-block whose gates are near enough to 1, and may be 1.
+block whose gates are near enough to 1, and may be 1. Loops over these products are not pipelined:
+when they were, products on the matrix units were seen to read ones that had not arrived.
 
-A walk carries a matrix ``(Dk, Dv)`` from chunk to chunk: forwards the state, backwards its gradient.
-Strides come divided by UNIT, so that the compiler knows what divides them without a
-compilation for every length. ``b_`` is a block of values, ``p_`` a pointer, ``o_`` an offset, ``m_``
-a mask.
+A walk carries a matrix ``(Dk, Dv)`` from chunk to chunk: forwards the state, backwards its
+gradient. Strides come divided by UNIT, so that the compiler knows what divides them without a
+compilation for every length. ``b_`` is a block of values, ``p_`` a pointer, ``o_`` an offset,
+``m_`` a mask.
 """
 
 import triton
@@ -31,14 +33,14 @@ LEVELS = tl.constexpr(6)
 WHOLE, PART = tl.constexpr(6), tl.constexpr(4)
 """The logarithms of the blocks that may be taken in one product: the chunk, and 16 tokens."""
 MILD = tl.constexpr(1.0)
-"""Plain gates are taken in one product only where their base 2 logarithms are no less than minus it:
-their gradient is divided by them."""
+"""Plain gates are taken in one product only where their base 2 logarithms are no less than minus
+it: their gradient is divided by them."""
 
 
 @triton.jit
 def operand(x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Round a float32 block to what the matrix units take."""
-    if OPERAND == tl.float32 and PRECISION == "tf32":
+    if PRECISION == "tf32":
         bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -8192
         return bits.to(tl.float32, bitcast=True)
     return x.to(OPERAND)
@@ -210,8 +212,8 @@ def _walk(
 ):  # fmt: skip
     """Walk ``part`` chunks with a block ``(BLOCK_K, BLOCK_V)`` of the state or its gradient.
 
-    Forwards x is k and y is v; backwards, against the scan's order, x is q and y the gradient of the
-    output. With ONLY_ENDS a part starts from nothing, and its end is written; else it starts from
+    Forwards x is k and y is v; backwards, against the scan's order, x is q and y the gradient of
+    the output. With ONLY_ENDS a part starts from nothing and its end is written; else it starts from
     the ends of the parts before it, and what enters each chunk is written.
     """
     blocks_v: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
@@ -297,7 +299,7 @@ def _walk(
                 b_along = tl.load(along + i_bh * L + start + o_row, mask=m_row, other=0.0)
                 b_x *= b_along[:, None]
             b_sum = b_sum * b_d + tl.sum(b_x, 0)
-        if PACKED and HAS_LEAVING and not ONLY_ENDS:
+        if PACKED and HAS_LEAVING and not ONLY_ENDS:  # noqa: SIM102
             if leaves:
                 _store_state(leaving + o_owner * DK * DV, b_state, o_k, o_v, DK, DV)
                 if NORMALIZE:
@@ -308,7 +310,7 @@ def _walk(
         tl.store(end_decays + i_end * DK + o_k, b_through, mask=m_sum)
         if NORMALIZE:
             tl.store(end_sums + i_end * DK + o_k, b_sum, mask=m_sum)
-    elif HAS_LEAVING and not PACKED:
+    elif HAS_LEAVING and not PACKED:  # noqa: SIM102
         if i_part == splits - 1:
             _store_state(leaving + i_bh * DK * DV, b_state, o_k, o_v, DK, DV)
             if NORMALIZE:

@@ -32,8 +32,9 @@ def _inputs(
 ) -> Callable[[torch.device, torch.dtype, torch.Generator], Arguments]:
     """A maker of inputs.
 
-    Gates are mostly near 1 with some exactly 0 and exactly 1 among them; from ``least`` on they are
-    spread evenly over [least, 1]. With ``normalize``, queries and keys are positive unless ``signed``.
+    Gates are mostly near 1 with some exactly 0 and exactly 1 among them; with ``least`` they are
+    spread evenly over [least, 1]. With ``normalize``, queries and keys are positive unless
+    ``signed``.
     """
 
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
@@ -165,7 +166,7 @@ OPERATOR = Operator(
             states=6,
             log_decay=True,
             cu_seqlens=(0, 9, 9, 999, 1000, 3000, 4000),
-        ),  # fmt: skip
+        ),
         _sample("L32768", 1, 32768, 1, widths=(64, 64), states=1, log_decay=True),
         _sample("L32768 normalised reverse", 1, 32768, 1, normalize=True, reverse=True),
     ),

@@ -105,7 +105,8 @@ def _sequence(
                 _block, *block, state, key_sum, normalize, eps, use_reentrant=False
             )
         else:
-            out, state, key_sum = _block(*block, state, key_sum, normalize, eps)
+            q, k, v, gate = block
+            out, state, key_sum = _block(q, k, v, gate, state, key_sum, normalize, eps)
         outputs.append(out)
     out = torch.cat(outputs, 2) if outputs else tokens[2].clone()
     return out.flip(2) if reverse else out, state, key_sum

@@ -20,18 +20,20 @@ import torch
 
 from neuralops.core.library import signed
 from neuralops.core.precision import state_dtype
+from neuralops.ssm.gla.decays import (
+    Decays,
+    choose_base,
+    diagonal,
+    gate_products,
+    halves,
+    relative_to_middle,
+    weights_of_pairs,
+)
 from neuralops.ssm.library import LIBRARY
 from neuralops.ssm.scalar_decay import torch_impl as scalar_decay
 from neuralops.ssm.scalar_decay.chunks import Layout, in_chunks, in_rows, lay_out
 
 Tensor = torch.Tensor
-
-NEAR_ONE = 0.25
-"""The least gate of a block that is taken in one product."""
-LARGEST_RATIO = 2.0**20
-"""How far a block's gates may go down, in one product: the largest factor that occurs."""
-BASES = (64, 16)
-"""The blocks that may be taken in one product."""
 
 
 def scan(
@@ -158,8 +160,7 @@ class _ScanBackward(torch.autograd.Function):
         *variables, cu_seqlens = ctx.saved_tensors
         options = Options(*ctx.options)
         outputs = 3 if options.normalize else 2
-        present = [i for i, x in enumerate(variables) if x is not None]
-        present = [i for i in present if i < outputs or i >= 3]
+        present = [i for i, x in enumerate(variables) if x is not None and (i < outputs or i >= 3)]
         inputs = [i for i in present if i >= 3]
 
         def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -167,13 +168,14 @@ class _ScanBackward(torch.autograd.Function):
                 arguments: list[Any] = [None] * 6
                 for i, x in zip(inputs, leaves):
                     arguments[i - 3] = x
-                return _plain(*arguments, cu_seqlens, options)[:outputs]
+                q, k, v, lambdas, state, key_sum = arguments
+                return _plain(q, k, v, lambdas, state, key_sum, cu_seqlens, options)[:outputs]
 
-            results, pull = torch.func.vjp(forward, *tensors[outputs:])
+            results, pull, *_ = torch.func.vjp(forward, *tensors[outputs:])
             found: tuple[Tensor, ...] = pull(tuple(g.to(x.dtype) for g, x in zip(tensors, results)))
             return found
 
-        results, pull = torch.func.vjp(gradients, *(variables[i] for i in present))
+        results, pull, *_ = torch.func.vjp(gradients, *(variables[i] for i in present))
         seeds = tuple(of_gradients[i - 3].to(x.dtype) for i, x in zip(inputs, results))
         found: list[Tensor | None] = [None] * 17
         for i, x in zip(present, pull(seeds)):
@@ -182,143 +184,6 @@ class _ScanBackward(torch.autograd.Function):
 
 
 _scan_backward: Callable[..., tuple[Tensor, ...]] = _ScanBackward.apply
-
-
-# --- The gates within a chunk ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Level:
-    """The two halves of every block: what their tokens are decayed by.
-
-    Attributes:
-        until: ``(..., blocks, h, Dk)``, the second half's gates up to each token, itself included.
-        after: ``(..., blocks, h, Dk)``, the first half's gates after each token.
-        first: ``(..., blocks, 1, Dk)``, all gates of the first half.
-        second: ``(..., blocks, 1, Dk)``, all gates of the second half.
-    """
-
-    until: Tensor
-    after: Tensor
-    first: Tensor
-    second: Tensor
-
-
-@dataclass(frozen=True)
-class Block:
-    """The gates of blocks that are taken in one product, ``(..., size, Dk)``.
-
-    Attributes:
-        until: from the block's first token up to each one, itself included.
-        after: after each token up to the block's last one.
-        ratio: up to each token, relative to the block's middle token.
-    """
-
-    until: Tensor
-    after: Tensor
-    ratio: Tensor
-
-
-@dataclass(frozen=True)
-class Decays:
-    """The gates of all chunks, ``(B, H, chunks, size, Dk)``, and their products.
-
-    Attributes:
-        gate: the gates themselves, plain values.
-        base: the block that is taken in one product.
-        block: products within each token's block, if ``base`` is more than 1.
-        levels: for h = ``base``, 2 ``base``, ... below the chunk's size.
-        until: the gates from the chunk's first token up to each one, itself included.
-        after: the gates after each token up to the chunk's last one.
-    """
-
-    gate: Tensor
-    base: int
-    block: Block | None
-    levels: list[Level]
-    until: Tensor
-    after: Tensor
-
-
-def _blocks(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
-    """The first and the second halves, ``(..., blocks, h, D)``, of blocks of ``2h`` tokens."""
-    halves = x.unflatten(-2, (x.shape[-2] // (2 * h), 2, h))
-    return halves.select(-3, 0), halves.select(-3, 1)
-
-
-def _joined(first: Tensor, second: Tensor) -> Tensor:
-    return torch.stack((first, second), -3).flatten(-4, -2)
-
-
-def _decays(gate: Tensor, base: int) -> Decays:
-    size = gate.shape[-2]
-    base = min(base, size)
-    block = None
-    if base == 1:
-        until, after = gate, torch.ones_like(gate)
-    else:
-        products = gate.unflatten(-2, (size // base, base)).cumprod(-2)
-        until = products.flatten(-3, -2)
-        after = (products[..., -1:, :] / products).flatten(-3, -2)
-        ratio = products / products[..., base // 2, None, :]
-        block = Block(until, after, ratio.flatten(-3, -2))
-    levels = []
-    h = base
-    while h < size:
-        (until_1, until_2), (after_1, after_2) = _blocks(until, h), _blocks(after, h)
-        level = Level(until_2, after_1, until_1[..., -1:, :], until_2[..., -1:, :])
-        levels.append(level)
-        until = _joined(until_1, until_2 * level.first)
-        after = _joined(after_1 * level.second, after_2)
-        h *= 2
-    return Decays(gate, base, block, levels, until, after)
-
-
-def _base(gate: Tensor) -> int:
-    """The largest block whose gates all are near enough to 1; on a GPU a single token, unseen."""
-    if gate.device.type != "cpu" or gate.numel() == 0 or not bool(gate.min() >= NEAR_ONE):
-        return 1
-    for base in BASES:
-        size = min(base, gate.shape[-2])
-        products = gate.unflatten(-2, (gate.shape[-2] // size, size)).prod(-2)
-        if bool(products.min() * LARGEST_RATIO >= 1):
-            return size
-    return 1
-
-
-def _diagonal(weights: Tensor, h: int) -> Tensor:
-    """Blocks of ``h`` along the diagonal of ``(..., size, size)``, a view ``(..., n, h, h)``."""
-    n = weights.shape[-1] // h
-    blocks = weights.unflatten(-1, (n, h)).unflatten(-3, (n, h))
-    return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-
-
-def _relative(q: Tensor, k: Tensor, decays: Decays) -> tuple[Tensor, Tensor]:
-    """Queries and keys of blocks that are taken in one product, ``(..., blocks, base, Dk)``."""
-    shape = (q.shape[-2] // decays.base, decays.base)
-    if decays.block is not None:
-        q, k = q * decays.block.ratio, k / decays.block.ratio
-    return q.unflatten(-2, shape), k.unflatten(-2, shape)
-
-
-def _weights(q: Tensor, k: Tensor, decays: Decays, relative: tuple[Tensor, Tensor]) -> Tensor:
-    """The weight of every pair of tokens of each chunk, ``(..., size, size)``, a lower triangle."""
-    size, base = q.shape[-2], decays.base
-    if base == 1:
-        inner = (q * k).sum(-1)[..., None, None]
-    else:
-        inner = (relative[0] @ relative[1].transpose(-1, -2)).tril_()
-    if base == size:
-        return inner.squeeze(-3)
-    weights = q.new_zeros((*q.shape[:-1], size))
-    _diagonal(weights, base).copy_(inner)
-    h = base
-    for level in decays.levels:
-        queries, keys = _blocks(q, h)[1] * level.until, _blocks(k, h)[0] * level.after
-        blocks = _diagonal(weights, 2 * h)[..., h:, :h]
-        blocks.copy_(queries @ keys.transpose(-1, -2))
-        h *= 2
-    return weights
 
 
 # --- Forward --------------------------------------------------------------------------------
@@ -382,9 +247,12 @@ def _plain(
         layout = lay_out(length, cu_seqlens, options.reverse, q.device)
         gate = _chunks(_gates(lambdas, dtype, options.log_decay), layout, 1.0)
         queries, keys, values = (_chunks(x, layout) for x in (queries, keys, values))
-        decays = _decays(gate, base(gate))
+        decays = gate_products(gate, base(gate))
         entering, final = _states(keys, values, decays, state, layout)
-        out = _weights(queries, keys, decays, _relative(queries, keys, decays)) @ values
+        out = (
+            weights_of_pairs(queries, keys, decays, relative_to_middle(queries, keys, decays))
+            @ values
+        )
         out = out + (queries * decays.until) @ entering
         out = _rows(out, layout, length)
     empty = out.new_empty((0,))
@@ -442,7 +310,7 @@ def _forward(
     options = Options(scale, log_decay, normalize, eps, reverse)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         out, *rest = _plain(
-            q, k, v, lambdas, initial_state, initial_key_sum, cu_seqlens, options, _base
+            q, k, v, lambdas, initial_state, initial_key_sum, cu_seqlens, options, choose_base
         )
     final_state, final_key_sum, denominator = (_own(x) for x in rest)
     return out.contiguous(), final_state, final_key_sum, denominator
@@ -496,11 +364,13 @@ def _backward(
             along = along.masked_fill((denominator < eps).unsqueeze(-1), 0.0)
             grad = torch.cat((grad, along), -1)
         layout = lay_out(length, cu_seqlens, reverse, q.device)
-        parts = [_chunks(x, layout) for x in (queries, keys, values, grad)]
+        queries, keys, values, grad = (_chunks(x, layout) for x in (queries, keys, values, grad))
         chunk_gate = _chunks(gate, layout, 1.0)
-        decays = _decays(chunk_gate, _base(chunk_gate))
+        decays = gate_products(chunk_gate, choose_base(chunk_gate))
         with torch.autocast(q.device.type, enabled=False):
-            *found, grad_initial = _grad_chunks(*parts, decays, state, grad_final, layout)
+            *found, grad_initial = _grad_chunks(
+                queries, keys, values, grad, decays, state, grad_final, layout
+            )
         found = [_rows(x, layout, length) for x in found]
         if scale != 1.0:
             found[0] = found[0] * scale
@@ -559,8 +429,8 @@ def _grad_chunks(
     """Return the gradients of q, k, v, the gates and the first states."""
     entering, _ = _states(k, v, decays, state, layout)
     leaving, grad_initial = _grad_states(q, grad, decays, grad_final, layout)
-    relative = _relative(q, k, decays)
-    grad_v = _weights(q, k, decays, relative).transpose(-1, -2) @ grad
+    relative = relative_to_middle(q, k, decays)
+    grad_v = weights_of_pairs(q, k, decays, relative).transpose(-1, -2) @ grad
     grad_v += (k * decays.after) @ leaving
     of_weights = grad @ v.transpose(-1, -2)
 
@@ -573,17 +443,17 @@ def _grad_chunks(
     h = q.shape[-2]
     for level in reversed(decays.levels):
         h //= 2
-        (q_2, k_1), block = (_blocks(q, h)[1], _blocks(k, h)[0]), _diagonal(of_weights, 2 * h)
-        pairs = block[..., h:, :h]
+        q_2, k_1 = halves(q, h)[1], halves(k, h)[0]
+        pairs = diagonal(of_weights, 2 * h)[..., h:, :h]
         into_2 = pairs @ (k_1 * level.after)
         into_1 = pairs.transpose(-1, -2) @ (q_2 * level.until)
-        (until_1, until_2), (after_1, _) = _blocks(of_until, h), _blocks(of_after, h)
+        (until_1, until_2), (after_1, _) = halves(of_until, h), halves(of_after, h)
         until_1[..., -1:, :].add_((until_2 * level.until).sum(-2, keepdim=True))
         until_2.mul_(level.first).addcmul_(q_2, into_2)
         until_2[..., -1:, :].add_((after_1 * level.after).sum(-2, keepdim=True))
         after_1.mul_(level.second).addcmul_(k_1, into_1)
-        _blocks(grad_q, h)[1].addcmul_(into_2, level.until)
-        _blocks(grad_k, h)[0].addcmul_(into_1, level.after)
+        halves(grad_q, h)[1].addcmul_(into_2, level.until)
+        halves(grad_k, h)[0].addcmul_(into_1, level.after)
 
     block = decays.block
     if block is None:
@@ -593,7 +463,7 @@ def _grad_chunks(
         return grad_q, grad_k, grad_v, of_until, grad_initial
 
     queries, keys = relative
-    pairs = _diagonal(of_weights, decays.base).tril()
+    pairs = diagonal(of_weights, decays.base).tril()
     into_q, into_k = pairs @ keys, pairs.transpose(-1, -2) @ queries
     grad_q.addcmul_(into_q.flatten(-3, -2), block.ratio)
     grad_k.addcdiv_(into_k.flatten(-3, -2), block.ratio)
