@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from neuralops.core import Explanation, explain
-from neuralops.ssm import gdn_scan, gdn_step, hgrn2_scan, hgrn2_step
+from neuralops.ssm import gdn_scan, gdn_step, gla_scan, gla_step, hgrn2_scan, hgrn2_step
 
 Tensor = torch.Tensor
 State = tuple[Tensor, ...]
@@ -190,4 +190,68 @@ class GDNMixer(Mixer):
         return leave
 
 
-MIXERS: dict[str, type[Mixer]] = {"gdn": GDNMixer, "hgrn2": HGRN2Mixer}
+class GLAMixer(Mixer):
+    """Gated linear attention between a short convolution and an output gate.
+
+    A gate is the sixteenth root of a sigmoid, so that it starts near 1.
+
+    Source: Yang et al., *Gated Linear Attention Transformers with Hardware-Efficient Training*,
+    [arXiv 2312.06635](https://arxiv.org/abs/2312.06635).
+    """
+
+    HEADS = 4
+    TAPS = 4
+
+    def __init__(self, width: int, depth: float) -> None:
+        super().__init__(width, depth)
+        self.keys, self.values = width // 2, width
+        self.conv = ShortConv(width, self.TAPS)
+        self.enter = nn.Linear(width, 3 * self.keys + 2 * self.values, bias=False)
+        self.gate_bias = nn.Parameter(torch.linspace(0, 5, self.keys))
+        self.norm = nn.RMSNorm(self.values // self.HEADS)
+        self.leave = nn.Linear(self.values, width, bias=False)
+        nn.init.normal_(self.leave.weight, std=0.02)
+
+    def initial_state(self, batch: int) -> State:
+        """Return the convolution's past and the recurrence's state, both zero."""
+        shape = (batch, self.HEADS, self.keys // self.HEADS, self.values // self.HEADS)
+        return self.conv.initial_state(batch), self.gate_bias.new_zeros(shape)
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """Mix a whole sequence ``x (B, L, width)``."""
+        x, before = self.conv(x, state[0])
+        *tensors, gate = self._enter(x)
+        q, k, v, logs = (tensor.transpose(1, 2) for tensor in tensors)
+        o, hidden = gla_scan(
+            q, k, v, logs, scale=q.shape[-1] ** -0.5, log_decay=True,
+            initial_state=state[1], return_final_state=True,
+        )  # fmt: skip
+        return self._leave(o.transpose(1, 2), gate), (before, hidden)
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """Mix one token ``x (B, width)``."""
+        x, before = self.conv(x.unsqueeze(1), state[0])
+        q, k, v, logs, gate = self._enter(x.squeeze(1))
+        scale = q.shape[-1] ** -0.5
+        o, hidden = gla_step(q, k, v, logs, state[1], scale=scale, log_decay=True)
+        return self._leave(o, gate), (before, hidden)
+
+    def explain(self, x: Tensor) -> Explanation:
+        """Tell on which backend :func:`neuralops.ssm.gla_scan` would run."""
+        *tensors, _ = self._enter(x)
+        return explain(gla_scan, *(tensor.transpose(1, 2) for tensor in tensors), log_decay=True)
+
+    def _enter(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return queries, keys, values, the gates' logarithms ``(..., H, D)``, the output gate."""
+        sizes = [self.keys, self.keys, self.keys, self.values, self.values]
+        q, k, logs, v, gate = self.enter(x).split(sizes, -1)
+        logs = functional.logsigmoid(logs + self.gate_bias) / 16
+        q, k, v, logs = (y.unflatten(-1, (self.HEADS, -1)) for y in (q, k, v, logs))
+        return q, k, v, logs, gate
+
+    def _leave(self, o: Tensor, gate: Tensor) -> Tensor:
+        leave: Tensor = self.leave(self.norm(o).flatten(-2) * functional.silu(gate))
+        return leave
+
+
+MIXERS: dict[str, type[Mixer]] = {"gdn": GDNMixer, "gla": GLAMixer, "hgrn2": HGRN2Mixer}
