@@ -40,12 +40,10 @@ class Block:
     Attributes:
         until: from the block's first token up to each one, itself included.
         after: after each token up to the block's last one.
-        ratio: up to each token, relative to the block's middle token.
     """
 
     until: Tensor
     after: Tensor
-    ratio: Tensor
 
 
 @dataclass(frozen=True)
@@ -90,8 +88,7 @@ def gate_products(gate: Tensor, base: int) -> Decays:
         products = gate.unflatten(-2, (size // base, base)).cumprod(-2)
         until = products.flatten(-3, -2)
         after = (products[..., -1:, :] / products).flatten(-3, -2)
-        ratio = products / products[..., base // 2, None, :]
-        block = Block(until, after, ratio.flatten(-3, -2))
+        block = Block(until, after)
     levels = []
     h = base
     while h < size:
@@ -124,11 +121,11 @@ def diagonal(weights: Tensor, h: int) -> Tensor:
     return found
 
 
-def relative_to_middle(q: Tensor, k: Tensor, decays: Decays) -> tuple[Tensor, Tensor]:
+def within_blocks(q: Tensor, k: Tensor, decays: Decays) -> tuple[Tensor, Tensor]:
     """Queries and keys of blocks that are taken in one product, ``(..., blocks, base, Dk)``."""
     shape = (q.shape[-2] // decays.base, decays.base)
     if decays.block is not None:
-        q, k = q * decays.block.ratio, k / decays.block.ratio
+        q, k = q * decays.block.until, k / decays.block.until
     return q.unflatten(-2, shape), k.unflatten(-2, shape)
 
 

@@ -213,8 +213,8 @@ def _walk(
     """Walk ``part`` chunks with a block ``(BLOCK_K, BLOCK_V)`` of the state or its gradient.
 
     Forwards x is k and y is v; backwards, against the scan's order, x is q and y the gradient of
-    the output. With ONLY_ENDS a part starts from nothing and its end is written; else it starts from
-    the ends of the parts before it, and what enters each chunk is written.
+    the output. With ONLY_ENDS a part starts from nothing and its end is written; else it starts
+    from the ends of the parts before it, and what enters each chunk is written.
     """
     blocks_v: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
     blocks: tl.constexpr = (DK + BLOCK_K - 1) // BLOCK_K * blocks_v

@@ -5,7 +5,7 @@ gates in between, splits at the middle: the gates up to r times the gates after 
 of gates, so nothing overflows, a gate of 0 stays one, and every gate's gradient is the recurrence's
 own. A chunk takes one such product of matrices for h = 1, 2, 4, ..., each level's gates made from
 those of the level below. Where a block's gates are near 1, its ``base`` tokens take a single one
-instead, with the gates relative to its middle token.
+instead: then a quotient of products from the block's start is exact enough.
 
 A loop over the chunks, never over tokens, carries the state. The backward computes the chunks anew.
 """
@@ -26,8 +26,8 @@ from neuralops.ssm.gla.decays import (
     diagonal,
     gate_products,
     halves,
-    relative_to_middle,
     weights_of_pairs,
+    within_blocks,
 )
 from neuralops.ssm.library import LIBRARY
 from neuralops.ssm.scalar_decay import torch_impl as scalar_decay
@@ -249,10 +249,7 @@ def _plain(
         queries, keys, values = (_chunks(x, layout) for x in (queries, keys, values))
         decays = gate_products(gate, base(gate))
         entering, final = _states(keys, values, decays, state, layout)
-        out = (
-            weights_of_pairs(queries, keys, decays, relative_to_middle(queries, keys, decays))
-            @ values
-        )
+        out = weights_of_pairs(queries, keys, decays, within_blocks(queries, keys, decays)) @ values
         out = out + (queries * decays.until) @ entering
         out = _rows(out, layout, length)
     empty = out.new_empty((0,))
@@ -429,7 +426,7 @@ def _grad_chunks(
     """Return the gradients of q, k, v, the gates and the first states."""
     entering, _ = _states(k, v, decays, state, layout)
     leaving, grad_initial = _grad_states(q, grad, decays, grad_final, layout)
-    relative = relative_to_middle(q, k, decays)
+    relative = within_blocks(q, k, decays)
     grad_v = weights_of_pairs(q, k, decays, relative).transpose(-1, -2) @ grad
     grad_v += (k * decays.after) @ leaving
     of_weights = grad @ v.transpose(-1, -2)
@@ -465,8 +462,8 @@ def _grad_chunks(
     queries, keys = relative
     pairs = diagonal(of_weights, decays.base).tril()
     into_q, into_k = pairs @ keys, pairs.transpose(-1, -2) @ queries
-    grad_q.addcmul_(into_q.flatten(-3, -2), block.ratio)
-    grad_k.addcdiv_(into_k.flatten(-3, -2), block.ratio)
+    grad_q.addcmul_(into_q.flatten(-3, -2), block.until)
+    grad_k.addcdiv_(into_k.flatten(-3, -2), block.until)
 
     # The gradient of log gate t: of what ends at t or later, less what begins there, and of what
     # leaves the block from before t.
