@@ -6,9 +6,9 @@ of the errors and of the values, which are those of ``v - enter * k S``, are
     de = A^T g + last * k dS,   dv = T^T de,
     dS = whole * dS + (leave * q)^T g - (enter * k)^T dv      at the chunk's begin.
 
-One walk forwards writes the state that enters each chunk, from the errors that the forward kept,
-and one backwards dv and dS after each chunk. Then every chunk is on its own: the gradients of q,
-k, beta and of each product of decays, and from those products that of each decay.
+One walk forwards writes the state that enters every other chunk, from the errors that the forward
+kept, and one backwards dv and dS after each chunk. Then every chunk is on its own: the gradients
+of q, k, beta and of each product of decays, and from those products that of each decay.
 """
 
 import triton
@@ -45,7 +45,10 @@ def states_kernel(
     GROUP: tl.constexpr, HAS_INITIAL: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr,
     UNIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the state that enters each chunk: ``states (B, Hv, chunks, DK, DV)``."""
+    """Write the state that enters every other chunk: ``states (B, Hv, cdiv(chunks, 2), DK, DV)``.
+
+    Packed, that which enters each one: ``states (B, Hv, chunks, DK, DV)``.
+    """
     i_block, i_part, i_row, i_state, i_h, start, end, place = walk(
         cu_seqlens, tl.program_id(0), H, L, part, splits, chunks, B, (DV + BV - 1) // BV, C, PACKED
     )
@@ -70,7 +73,11 @@ def states_kernel(
         valid = row < end
         o_row = i_row * L + row
         i_chunk = i_row * chunks + place + (first - start) // C
-        store_state(states + i_chunk * DK * DV, b_state, o_k, o_v, DK, DV)
+        if PACKED:
+            store_state(states + i_chunk * DK * DV, b_state, o_k, o_v, DK, DV)
+        elif first // C % 2 == 0:
+            p_state = states + (i_row * ((chunks + 1) // 2) + first // C // 2) * DK * DV
+            store_state(p_state, b_state, o_k, o_v, DK, DV)
         b_k = load_rows(p_k, row, valid, o_k, DK, k_sl, k_sd, UNIT)
         o_e = row.to(tl.int64)[:, None] * DV + o_v[None, :]
         b_e = tl.load(p_errors + o_e, mask=valid[:, None] & (o_v < DV)[None, :], other=0.0)
@@ -340,7 +347,7 @@ def within_kernel(
 
 @triton.jit(do_not_specialize=CHUNKS)
 def between_kernel(
-    q, k, beta, alpha, g, errors, grad_v, states, grad_states, cu_seqlens,
+    q, k, beta, alpha, g, errors, factors, grad_v, states, grad_states, cu_seqlens,
     grad_q, grad_k, grad_gates, grad_beta, grad_alpha,
     scale, H, L, chunks, n, steps, key_width, value_width,
     q_sb, q_sh, q_sl, q_sd, k_sb, k_sh, k_sl, k_sd, g_sb, g_sh, g_sl, g_sd,
@@ -377,7 +384,10 @@ def between_kernel(
         i_value = i_row * GROUP + i_group
         i_hv = i_h * GROUP + i_group
         p_g = g + (i_b * g_sb + i_hv * g_sh) * UNIT
-        p_state = (i_value * chunks + place) * DK * DV
+        p_grad = grad_states + (i_value * chunks + place) * DK * DV
+        p_state = states + (i_value * chunks + place) * DK * DV
+        if not PACKED:
+            p_state = states + (i_value * ((chunks + 1) // 2) + place // 2) * DK * DV
         b_gs = tl.zeros((BK, C), tl.float32)
         b_dvs = tl.zeros((BK, C), tl.float32)
         b_eds = tl.zeros((BK, C), tl.float32)
@@ -387,10 +397,22 @@ def between_kernel(
             m_v = valid[:, None] & (o_v < DV)[None, :]
             o_value = (i_value * L + row)[:, None] * DV + o_v[None, :]
             b_g = load_rows(p_g, row, valid, o_v, DV, g_sl, g_sd, UNIT)
-            b_e = tl.load(errors + o_value, mask=m_v, other=0.0)
             b_dv = tl.load(grad_v + o_value, mask=m_v, other=0.0)
-            b_state = load_state(states + p_state, o_k, o_v, DK, DV)
-            b_grad = load_state(grad_states + p_state, o_k, o_v, DK, DV)
+            b_state = load_state(p_state, o_k, o_v, DK, DV)
+            if not PACKED:  # noqa: SIM102 - a constant
+                if place % 2 == 1:
+                    # It is that of the chunk before: go through it.
+                    before = i_value * L + row - C
+                    b_last = tl.load(factors + LAST * rows + before)
+                    whole = tl.load(factors + 3 * rows + i_value * chunks + place - 1)
+                    o_before = before[:, None] * DV + o_v[None, :]
+                    b_e = tl.load(errors + o_before, mask=(o_v < DV)[None, :], other=0.0)
+                    b_k = load_rows(p_k, row - C, row >= C, o_k, DK, k_sl, k_sd, UNIT)
+                    b_e = b_last[:, None] * b_e.to(tl.float32)
+                    b_next = dot(tl.trans(b_k), b_e, DTYPE, PRECISION)
+                    b_state = (b_state.to(tl.float32) * whole + b_next).to(DTYPE)
+            b_e = tl.load(errors + o_value, mask=m_v, other=0.0)
+            b_grad = load_state(p_grad, o_k, o_v, DK, DV)
             b_gs += dot(b_state, tl.trans(b_g), DTYPE, PRECISION)
             b_dvs += dot(b_state, tl.trans(b_dv), DTYPE, PRECISION)
             b_eds += dot(b_grad, tl.trans(b_e), DTYPE, PRECISION)

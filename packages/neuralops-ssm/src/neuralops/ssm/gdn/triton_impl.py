@@ -287,8 +287,9 @@ def _launch_backward(
     unit = _unit(q, k, grad_o)
     part, splits = (length, 1) if packed else _split(q, errors, plan)
     of_q, of_k, of_g = _strides(q, unit), _strides(k, unit), _strides(grad_o, unit)
-    states = errors.new_empty((batch, heads, chunks, key_width, width))
-    grad_states = torch.empty_like(states)
+    kept = chunks if packed else (chunks + 1) // 2
+    states = errors.new_empty((batch, heads, kept, key_width, width))
+    grad_states = errors.new_empty((batch, heads, chunks, key_width, width))
     sizes = (batch, heads, length, part, splits, chunks)
     precision = kernels.float32_dots()
 
@@ -336,7 +337,7 @@ def _launch_backward(
             **rule, **shape(plan.within),
         )  # fmt: skip
         backward_kernels.between_kernel[grid](
-            q, k, beta, alpha, grad_o, errors, grad_v, states, grad_states, cu_seqlens,
+            q, k, beta, alpha, grad_o, errors, factors, grad_v, states, grad_states, cu_seqlens,
             grad_q, grad_k, grad_gates, grad_beta, grad_alpha, *chunk_sizes,
             **rule, **shape(plan.between),
         )  # fmt: skip
