@@ -129,7 +129,11 @@ def test_very_small_decays_are_finite(backend):
     q, k, v, _, _ = inputs(1, 3, 65)
     decay = torch.tensor([1e-30, 1e-38, 1e-42], device=DEVICE)
     check(((q, k, v, decay), {"normalize": False}), backend)
-    check(((q, k, v, decay.log()), {"normalize": False, "log_decay": True}), backend)
+    leaf = decay.log().requires_grad_()
+    out = fms_scan(q, k, v, leaf, log_decay=True, backend=backend)
+    assert measure(out.detach(), v.double())[0] < 1e-5
+    (gradient,) = torch.autograd.grad(out.square().sum(), leaf)
+    assert bool((gradient.abs() < 1e-25).all())
 
 
 @ON_BOTH
@@ -487,9 +491,7 @@ def test_first_and_second_derivatives(backend, options):
     boundaries = options.pop("cu_seqlens", None)
     if boundaries is not None:
         options["cu_seqlens"] = torch.tensor(boundaries, device=DEVICE)
-    q, k, v, decay, (S, Z) = inputs(
-        1, 2, 9, 2, 2, torch.float64, states=4 if boundaries else 1
-    )
+    q, k, v, decay, (S, Z) = inputs(1, 2, 9, 2, 2, torch.float64, states=4 if boundaries else 1)
     if options.pop("zero", False):
         decay[0] = 0.0
     if options.get("log_decay"):
@@ -523,7 +525,7 @@ def test_second_derivative_of_a_fused_kernel_raises(backend):
 
 @ON_BOTH
 def test_functional_transforms(backend):
-    q, k, v, decay, _ = inputs(3, 2, 9, 4, 4)
+    q, _, v, decay, _ = inputs(3, 2, 9, 4, 4)
 
     def loss(q, v):
         return fms_scan(q[None], q[None], v[None], decay, backend=backend).square().sum()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 
@@ -89,7 +89,8 @@ def fms_scan(
     $$S_t = d\, S_{t-1} + k'_t v_t^\top, \qquad Z_t = d\, Z_{t-1} + k'_t, \qquad
     o_t = \frac{S_t^\top q'_t}{\max(q'_t \cdot Z_t, \mathtt{eps})}$$
 
-    and without `normalize` $o_t = S_t^\top q'_t$. The clamp of the denominator has its true gradient.
+    and without `normalize` $o_t = S_t^\top q'_t$. The clamp of the denominator has its true
+    gradient.
     With `feature_map="identity", normalize=False` this is retention, or lightning attention with a
     constant decay.
 
@@ -173,10 +174,11 @@ def fms_scan(
     check_device(name, "q", q.device, initial_state=key_sum)
 
     key_scale = float(scale) if scale is not None else max(width, 1) ** -0.5
-    out, final_state, final_key_sum = dispatch(
+    results: tuple[Tensor, Tensor, Any] = dispatch(
         OPERATOR, backend, q, k, v, gate, state, key_sum, cu_seqlens,
         feature_map, 1.0, key_scale, normalize, float(eps), log_decay, reverse,
     )  # fmt: skip
+    out, final_state, final_key_sum = results
     if not return_final_state:
         return out
     return out, (final_state, final_key_sum) if normalize else final_state
@@ -216,26 +218,22 @@ def _split_state(
                 f"{name}: initial_state must be a tensor ({rows}, H, Dk, Dv) where normalize is "
                 "False, got a tuple; there is no key sum without the normaliser"
             )
-        _check_state(name, "initial_state", given, shape, f"({rows}, H, Dk, Dv)")
-        assert isinstance(given, Tensor)
-        return given, None
+        return _state(name, "initial_state", given, shape, f"({rows}, H, Dk, Dv)"), None
     if not isinstance(given, tuple) or len(given) != 2:
         raise TypeError(
             f"{name}: initial_state must be the tuple (S, Z) of the state ({rows}, H, Dk, Dv) and "
             f"the key sum ({rows}, H, Dk) where normalize is True, got {describe(given)}"
         )
-    state, key_sum = given
-    _check_state(name, "S of initial_state", state, shape, f"({rows}, H, Dk, Dv)")
-    _check_state(name, "Z of initial_state", key_sum, shape[:-1], f"({rows}, H, Dk)")
+    state = _state(name, "S of initial_state", given[0], shape, f"({rows}, H, Dk, Dv)")
+    key_sum = _state(name, "Z of initial_state", given[1], shape[:-1], f"({rows}, H, Dk)")
     return state, key_sum
 
 
-def _check_state(
-    operator: str, name: str, value: object, shape: tuple[int, ...], layout: str
-) -> None:
+def _state(operator: str, name: str, value: Any, shape: tuple[int, ...], layout: str) -> Tensor:
     check_tensor(operator, name, value, rank=len(shape), layout=layout)
-    assert isinstance(value, Tensor)
     check_shape(operator, name, value, shape, layout)
+    state: Tensor = value
+    return state
 
 
 def fms_step(

@@ -11,8 +11,8 @@ They are independent and run side by side in one launch. The output's gradient `
 the denominator on the way (``b_r``); what the denominator itself gets is one number a token
 (``b_n``), as if v had another column of ones.
 
-The gradient of a gate's logarithm at token t is a sum over all s < t <= r. Pairs in t's chunk, those
-that end in it or begin in it, and those that pass through are summed apart, without a
+The gradient of a gate's logarithm at token t is a sum over all s < t <= r. Pairs in t's chunk,
+those that end in it or begin in it, and those that pass through are summed apart, without a
 difference. At a restart the sum over the pairs that cross that one restart, without its factor, is
 the gradient of the gate itself.
 """
@@ -85,7 +85,7 @@ def backward_parts_kernel(
     """What each part but the first adds to the gradient of the state before it."""
     blocks: tl.constexpr = tl.cdiv(V, BLOCK_V)
     pid = tl.program_id(0)
-    i_b, i_h, _, i_parts, first, i_part, last, shift, low, high = place(
+    i_b, i_h, _, i_parts, first, i_part, _, shift, low, high = place(
         cu_seqlens, pid // blocks, sequences, heads, L, part, n_parts, REVERSE, PACKED
     )
     start = tl.maximum(low, (i_part - shift) * part)
@@ -355,9 +355,8 @@ def _walk_k(
             b_z = b_z * total + tl.sum(b_q32 * (b_entry * b_n)[:, None], 0)
         b_w = (b_q32 * b_weight[:, None]).to(DOT)
         b_s = tl.dot(tl.trans(b_g), b_w, b_s * total, input_precision=PRECISION)
-    if HAS_KEY_SUM:
-        if i_part == first:
-            tl.store(grad_initial_key_sum + i_state * K + o_k, b_z, mask=o_k < K)
+    if HAS_KEY_SUM and i_part == first:
+        tl.store(grad_initial_key_sum + i_state * K + o_k, b_z, mask=o_k < K)
 
 
 @triton.jit
@@ -435,12 +434,11 @@ def _walk_v(
             b_a = b_a * b_r[None, :]
         b_d = tl.dot(b_a.to(DOT), b_g.to(DOT), b_d * b_exit[:, None], input_precision=PRECISION)
         store_rows(p_out, b_d, chunk, m_t, row_st * V, o_v, V)
-    if HAS_STATE:
-        if i_part == first:
-            for n in tl.static_range(SLICES):
-                o_k = n * SLICE + o_s
-                p_state = grad_initial_state + i_state * (K * V)
-                store_state(p_state, b_s[n], o_v, o_k, 1, V, V, K)
+    if HAS_STATE and i_part == first:
+        for n in tl.static_range(SLICES):
+            o_k = n * SLICE + o_s
+            p_state = grad_initial_state + i_state * (K * V)
+            store_state(p_state, b_s[n], o_v, o_k, 1, V, V, K)
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -490,7 +488,7 @@ def backward_kernel(
     p_r, p_n = inverse, grad_denominator
     if NORMALIZE:
         p_r, p_n = inverse + i_row, grad_denominator + i_row
-    if OF_Q:
+    if OF_Q:  # noqa: SIM102 - decided when it is compiled
         if (start < end) & (role < q_roles):
             p_gates = grad_gates
             if OF_GATE:

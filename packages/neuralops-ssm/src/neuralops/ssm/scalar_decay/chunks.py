@@ -56,9 +56,7 @@ class Layout:
     packed: Packed | None = None
 
 
-def lay_out(
-    length: int, cu_seqlens: Tensor | None, reverse: bool, device: torch.device
-) -> Layout:
+def lay_out(length: int, cu_seqlens: Tensor | None, reverse: bool, device: torch.device) -> Layout:
     """Return the layout of ``length`` tokens, more than 0."""
     size = min(CHUNK, length)
     if cu_seqlens is None:
@@ -113,14 +111,15 @@ def in_chunks(x: Tensor, layout: Layout, fill: float = 0.0) -> Tensor:
         x = x.index_select(2, layout.rows).unflatten(2, (layout.chunks, layout.size))
         position = torch.arange(layout.size, device=x.device)
         outside = position >= layout.lengths.unsqueeze(1)
-        return x.masked_fill(outside.view(outside.shape + (1,) * (x.dim() - 4)), fill)
+        return x.masked_fill(outside.view(*outside.shape, *[1] * (x.dim() - 4)), fill)
     if layout.reverse:
         x = x.flip(2)
     missing = layout.chunks * layout.size - length
     if missing:
         tail = x.new_full((*x.shape[:2], missing, *x.shape[3:]), fill)
         x = torch.cat((x, tail), 2)
-    return x.unflatten(2, (layout.chunks, layout.size))
+    chunked: Tensor = x.unflatten(2, (layout.chunks, layout.size))
+    return chunked
 
 
 def in_rows(x: Tensor, layout: Layout, length: int) -> Tensor:
@@ -158,24 +157,91 @@ class Decays:
 
 def constant_decays(gate: Tensor, layout: Layout, log_decay: bool) -> Decays:
     """Return the decays for ``gate (H,)``: its powers."""
-    position = torch.arange(layout.size, device=gate.device)
-    distance = position.unsqueeze(1) - position
-    lengths = layout.lengths
-    to_end = (lengths.unsqueeze(1) - 1 - position).clamp(min=0)
-    pairs = _power(gate.view(-1, 1, 1, 1), distance.clamp(min=0), log_decay)
-    pairs = pairs.masked_fill(distance < 0, 0.0)
+    base = gate.view(-1, 1, 1)
+    pairs, entry, exit_, total = _exponents(layout, gate.device)
+    later = torch.ones_like(pairs, dtype=torch.bool).triu(1)
     return Decays(
-        pairs,
-        _power(gate.view(-1, 1, 1), position + 1, log_decay),
-        _power(gate.view(-1, 1, 1), to_end, log_decay),
-        _power(gate.view(-1, 1), lengths, log_decay),
+        _power(base.unsqueeze(-1), pairs, log_decay).masked_fill(later, 0.0),
+        _power(base, entry, log_decay),
+        _power(base, exit_, log_decay),
+        _power(base.view(-1, 1), total, log_decay),
     )
+
+
+def _exponents(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Over how many tokens each of the decays reaches."""
+    position = torch.arange(layout.size, device=device)
+    distance = (position.unsqueeze(1) - position).clamp(min=0)
+    to_end = (layout.lengths.unsqueeze(1) - 1 - position).clamp(min=0)
+    return distance, position + 1, to_end, layout.lengths
 
 
 def _power(gate: Tensor, exponent: Tensor, log_decay: bool) -> Tensor:
     if not log_decay:
-        return gate.pow(exponent.to(gate.dtype))
+        # The power 0 is apart: its derivatives at 0 are not NaN.
+        power = gate.pow(exponent.clamp(min=1).to(gate.dtype))
+        return power.masked_fill(exponent == 0, 1.0)
     return (gate * exponent).masked_fill(exponent == 0, 0.0).exp()
+
+
+def grad_of_constant(gate: Tensor, layout: Layout, log_decay: bool, of: Decays) -> Tensor:
+    """Return the gradient of ``gate (H,)`` for that of its decays, summed to their shapes."""
+    exponents = _exponents(layout, gate.device)
+    grad = torch.zeros_like(gate)
+    for exponent, of_decay in zip(exponents, of.tensors()):
+        base = gate.view(-1, *[1] * (of_decay.dim() - 1))
+        if log_decay:
+            slope = exponent * _power(base, exponent, True)
+        else:
+            slope = exponent * _power(base, (exponent - 1).clamp(min=0), False)
+        grad += (of_decay * slope).flatten(1).sum(1)
+    return grad
+
+
+def grad_of_tokens(gate: Tensor, log_decay: bool, of: Decays) -> Tensor:
+    """Return the gradient of ``gate (B, H, chunks, size)`` for that of its decays.
+
+    That of a logarithm at t is the sum over s < t <= r of the pairs (s, r). Where the gate
+    restarts, it is taken over the pairs that cross this one restart, without its factor, and is
+    the gradient of the gate itself.
+    """
+    value, restart, exponent, crossed = _between(gate, log_decay)
+    weight = torch.cat((of.entry.unsqueeze(-1), of.pairs), -1)
+    weight[..., -1, 1:] += of.exit
+    weight[..., -1, 0] += of.total
+    weight *= exponent.exp()
+    position = torch.arange(gate.shape[-1] + 1, device=gate.device)
+    before = position <= position[:-1].unsqueeze(1)
+
+    def around(pairs: Tensor) -> Tensor:
+        sums = pairs.flip(-2).cumsum(-2).flip(-2)
+        return sums.masked_fill_(~before, 0.0).sum(-1)
+
+    grad = around(weight.masked_fill(crossed != 0, 0.0))
+    own = around(weight.masked_fill_(crossed != 1, 0.0))
+    if log_decay:
+        return torch.where(restart, own * value, grad)
+    return torch.where(restart, own, grad / value.masked_fill(restart, 1.0))
+
+
+def _between(gate: Tensor, log_decay: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What lies between the tokens of ``gate (B, H, chunks, size)``.
+
+    Returns:
+        The gates; where they restart; and ``(..., size, size + 1)`` from the place before the
+        chunk, column 0, and each token s to each token r: the sum of the logarithms, -inf for a
+        later s, and the number of restarts, which count as 1 in the sum.
+    """
+    value = gate.exp() if log_decay else gate
+    restart = value < SMALLEST_GATE
+    logs = gate.masked_fill(restart, 0.0) if log_decay else value.masked_fill(restart, 1.0).log()
+    sums, ids = logs.cumsum(-1), restart.cumsum(-1)
+    position = torch.arange(gate.shape[-1], device=gate.device)
+    pad = torch.nn.functional.pad
+    crossed = ids.unsqueeze(-1) - pad(ids, (1, 0)).unsqueeze(-2)
+    later = pad(position.unsqueeze(1) < position, (1, 0))
+    exponent = sums.unsqueeze(-1) - pad(sums, (1, 0)).unsqueeze(-2)
+    return value, restart, exponent.masked_fill(later, -torch.inf), crossed
 
 
 def token_decays(gate: Tensor, log_decay: bool) -> Decays:
@@ -186,28 +252,16 @@ def token_decays(gate: Tensor, log_decay: bool) -> Decays:
     across two such gates the product of both: 0, or next to it, but the gradient of the gate comes
     from there.
     """
-    value = gate.exp() if log_decay else gate
-    restart = value < SMALLEST_GATE
-    if log_decay:
-        logs = gate.masked_fill(restart, 0.0)
-    else:
-        logs = value.masked_fill(restart, 1.0).log()
-    sums, ids = logs.cumsum(-1), restart.cumsum(-1)
-    position = torch.arange(gate.shape[-1], device=gate.device)
-
-    # Column 0 stands for the place before the chunk.
-    pad = torch.nn.functional.pad
-    crossed = ids.unsqueeze(-1) - pad(ids, (1, 0)).unsqueeze(-2)
-    later = pad(position.unsqueeze(1) < position, (1, 0))
-    exponent = sums.unsqueeze(-1) - pad(sums, (1, 0)).unsqueeze(-2)
-    decays = exponent.masked_fill(later | (crossed > 2), -torch.inf).exp()
+    value, restart, exponent, crossed = _between(gate, log_decay)
+    decays = exponent.exp()
     if gate.requires_grad and torch.is_grad_enabled():
+        position = torch.arange(gate.shape[-1], device=gate.device)
         last = torch.where(restart, position, -1).cummax(-1).values
         one = value.gather(-1, last.clamp(min=0))
         before = last.gather(-1, (last - 1).clamp(min=0))
         two = one * value.gather(-1, before.clamp(min=0))
         factor = torch.where(crossed == 1, one.unsqueeze(-1), two.unsqueeze(-1))
-        decays = torch.where(crossed == 0, decays, decays * factor)
+        decays = torch.where(crossed == 0, decays, decays * factor).masked_fill(crossed > 2, 0.0)
     else:
         decays = decays.masked_fill(crossed > 0, 0.0)
     pairs, entry = decays[..., 1:], decays[..., 0]

@@ -16,7 +16,6 @@ come divided by UNIT, so that the compiler knows what divides them without a com
 length. ``b_`` is a block of values, ``p_`` a pointer, ``o_`` an offset, ``m_`` a mask.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -25,20 +24,6 @@ LEAST_LOG = tl.constexpr(-100.0)
 NEVER = tl.constexpr(-1.0e4)
 """The logarithm of a constant decay of 0: finite, so that no multiple of it is NaN."""
 COLUMNS = tl.constexpr(16)
-
-
-def operands(dtypes, interpreting):
-    """The dtype of the products' operands, and how exact products of float32 are.
-
-    float16 is widened, so that states, weights and gradients have the range of float32.
-    """
-    if interpreting:
-        return tl.float32, "ieee"
-    if all(dtype == torch.bfloat16 for dtype in dtypes):
-        return tl.bfloat16, "tf32"
-    if triton.runtime.driver.active.get_current_target().backend == "hip":
-        return tl.float32, "ieee"
-    return tl.float32, "tf32x3" if torch.float32 in dtypes else "tf32"
 
 
 @triton.jit
@@ -59,9 +44,9 @@ def phi(x, o_d, D: tl.constexpr, MAP: tl.constexpr, DOT: tl.constexpr):
 @triton.jit
 def rounded(x, DOT: tl.constexpr):
     """Round to what DOT holds, still in float32, so that a sum sees what a product sees."""
-    if DOT == tl.bfloat16:
+    if DOT == tl.bfloat16:  # noqa: SIM300
         bits = (x.to(tl.int32, bitcast=True) + 0x8000) & -65536
-        return bits.to(tl.float32, bitcast=True)
+        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
     return x
 
 
@@ -132,9 +117,11 @@ def triangle(b_c, b_id, scale, UPPER: tl.constexpr):
     o = tl.arange(0, b_c.shape[0])
     if UPPER:
         kept = (o[:, None] <= o[None, :]) & (b_id[:, None] == b_id[None, :])
-        return tl.where(kept, tl.exp2(tl.where(kept, b_c[None, :] - b_c[:, None], 0.0)) * scale, 0.0)
-    kept = (o[:, None] >= o[None, :]) & (b_id[:, None] == b_id[None, :])
-    return tl.where(kept, tl.exp2(tl.where(kept, b_c[:, None] - b_c[None, :], 0.0)) * scale, 0.0)
+        b_c = tl.where(kept, b_c[None, :] - b_c[:, None], 0.0)
+    else:
+        kept = (o[:, None] >= o[None, :]) & (b_id[:, None] == b_id[None, :])
+        b_c = tl.where(kept, b_c[:, None] - b_c[None, :], 0.0)
+    return tl.where(kept, tl.exp2(b_c) * scale, 0.0)
 
 
 @triton.jit
@@ -207,11 +194,10 @@ def place(
     if PACKED:
         i_part, i_h = index // heads, (index % heads).to(tl.int64)
         low, high = i_part * 0, i_part * 0 + sequences - 1
-        for _ in range(32):
+        while low < high:
             middle = (low + high + 1) // 2
             here = bound(cu_seqlens, middle, sequences, L, REVERSE) // part + middle <= i_part
             low, high = tl.where(here, middle, low), tl.where(here, high, middle - 1)
-            high = tl.maximum(low, high)
         shift = low
         start = bound(cu_seqlens, shift, sequences, L, REVERSE)
         end = bound(cu_seqlens, shift + 1, sequences, L, REVERSE)
@@ -268,7 +254,7 @@ def forward_parts_kernel(
     """
     blocks: tl.constexpr = tl.cdiv(V, BLOCK_V)
     pid = tl.program_id(0)
-    i_b, i_h, _, i_parts, first, i_part, last, shift, low, high = place(
+    i_b, i_h, _, i_parts, _, i_part, last, shift, low, high = place(
         cu_seqlens, pid // blocks, sequences, heads, L, part, n_parts, REVERSE, PACKED
     )
     start = tl.maximum(low, (i_part - shift) * part)
@@ -440,6 +426,5 @@ def forward_kernel(
             for i in tl.static_range(SLICES):
                 o_k = i * SLICE + o_s
                 store_state(final_state + i_state * (K * V), b_s[i], o_v, o_k, 1, V, V, K)
-                if NORMALIZE:
-                    if pid % blocks == 0:
-                        tl.store(final_key_sum + i_state * K + o_k, b_z[i], mask=o_k < K)
+                if NORMALIZE and pid % blocks == 0:
+                    tl.store(final_key_sum + i_state * K + o_k, b_z[i], mask=o_k < K)

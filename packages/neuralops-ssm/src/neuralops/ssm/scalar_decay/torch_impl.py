@@ -9,7 +9,7 @@ so that each chunk belongs to one of them; the layout is computed on the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from neuralops.ssm.scalar_decay.chunks import (
     Decays,
     Layout,
     constant_decays,
+    grad_of_constant,
+    grad_of_tokens,
     in_chunks,
     in_rows,
     lay_out,
@@ -93,6 +95,7 @@ class Options:
     reverse: bool
 
     def values(self) -> tuple[Any, ...]:
+        """All of them."""
         return tuple(vars(self).values())
 
 
@@ -203,14 +206,17 @@ class _ScanBackward(torch.autograd.Function):
                 arguments: list[Any] = [None] * 6
                 for i, x in zip(inputs, leaves):
                     arguments[i] = x
-                return _plain(*arguments, cu_seqlens, options)[: 3 if options.normalize else 2]
+                with torch.autocast(leaves[0].device.type, enabled=False):
+                    q, k, v, gate, state, key_sum = arguments
+                    found = _plain(q, k, v, gate, state, key_sum, cu_seqlens, options)
+                return found[: 3 if options.normalize else 2]
 
-            outputs, pull = torch.func.vjp(forward, *tensors[len(present) - len(inputs) :])
+            outputs, pull = _vjp(forward, *tensors[len(present) - len(inputs) :])
             grads = given[: len(outputs)]
             found = pull(tuple(g.to(x.dtype) for g, x in zip(grads, outputs) if g is not None))
             return tuple(found[inputs.index(i)] for i in kept)
 
-        outputs, pull = torch.func.vjp(gradients, *(variables[i] for i in present))
+        outputs, pull = _vjp(gradients, *(variables[i] for i in present))
         seeds = tuple(of_gradients[i].to(x.dtype) for i, x in zip(kept, outputs))
         result: list[Tensor | None] = [None] * 20
         for i, x in zip(present, pull(seeds)):
@@ -218,6 +224,7 @@ class _ScanBackward(torch.autograd.Function):
         return tuple(result)
 
 
+_vjp: Callable[..., Any] = torch.func.vjp
 _scan_backward: Callable[..., tuple[Tensor, ...]] = _ScanBackward.apply
 
 
@@ -280,7 +287,7 @@ def _plain(
         keys = _map(keys, options.feature_map, options.key_scale)
         if normalize:
             # The key sum is the state of a value that is always 1.
-            values = torch.cat((values, torch.ones_like(values[..., :1])), -1)
+            values = torch.cat((values, values.new_ones((*values.shape[:-1], 1))), -1)
         layout = lay_out(length, cu_seqlens, options.reverse, q.device)
         decays = _decays(gate.to(dtype), layout, options.log_decay)
         queries, keys, values = (in_chunks(x, layout) for x in (queries, keys, values))
@@ -288,7 +295,7 @@ def _plain(
         out = (queries @ keys.transpose(-1, -2) * decays.pairs) @ values
         out = out + (queries * decays.entry.unsqueeze(-1)) @ entering
         out = in_rows(out, layout, length)
-        denominator = out[..., -1]
+        denominator = out[..., -1] if normalize else out
         if normalize:
             out = out[..., :-1] / denominator.unsqueeze(-1).clamp(min=options.eps)
     empty = out.new_empty((0,))
@@ -301,6 +308,16 @@ def _decays(gate: Tensor, layout: Layout, log_decay: bool) -> Decays:
     if gate.dim() == 1:
         return constant_decays(gate, layout, log_decay)
     return token_decays(in_chunks(gate, layout, 0.0 if log_decay else 1.0), log_decay)
+
+
+def _grad_of_gate(gate: Tensor, layout: Layout, log_decay: bool, of: Decays) -> Tensor:
+    if gate.dim() == 1:
+        later = torch.ones(layout.size, layout.size, dtype=torch.bool, device=gate.device).triu(1)
+        of = replace(of, pairs=of.pairs.masked_fill(later, 0.0))
+        return grad_of_constant(gate, layout, log_decay, of)
+    chunks = in_chunks(gate, layout, 0.0 if log_decay else 1.0)
+    grad = grad_of_tokens(chunks, log_decay, of)
+    return in_rows(grad.unsqueeze(-1), layout, gate.shape[2]).squeeze(-1)
 
 
 def _states(
@@ -374,7 +391,7 @@ def forward(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the scan without keeping anything: output, final state, key sum and denominator."""
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         out, *rest = _plain(
             q, k, v, gate, initial_state, initial_key_sum, cu_seqlens, Options(*options)
         )
@@ -387,7 +404,12 @@ def _own(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _backward(
+def _backward(*arguments: Any) -> tuple[Tensor, ...]:
+    with torch.autocast(arguments[0].device.type, enabled=False):
+        return _gradients(*arguments)
+
+
+def _gradients(
     grad_out: Tensor,
     grad_state: Tensor,
     grad_key_sum: Tensor,
@@ -424,15 +446,14 @@ def _backward(
             along = -(grad * out).sum(-1)
             grad = _with_column(grad, along.masked_fill_(denominator < options.eps, 0.0))
         layout = lay_out(length, cu_seqlens, options.reverse, q.device)
-        parts = [in_chunks(x, layout) for x in (mapped_q, mapped_k, values, grad)]
-        with torch.set_grad_enabled(of_gate):
-            leaf = gate.detach().to(dtype).requires_grad_(of_gate)
-            decays = _decays(leaf, layout, options.log_decay)
+        chunked = [in_chunks(x, layout) for x in (mapped_q, mapped_k, values, grad)]
+        decays = _decays(gate.to(dtype), layout, options.log_decay)
+        q_i, k_i, v_i, grad_i = chunked
         *found, grad_initial, of_decays = _grad_chunks(
-            *parts, decays, state, grad_final, layout, of_gate
+            q_i, k_i, v_i, grad_i, decays, state, grad_final, layout, of_gate
         )
         if of_gate:
-            (grad_gate,) = torch.autograd.grad(decays.tensors(), leaf, of_decays.tensors())
+            grad_gate = _grad_of_gate(gate.to(dtype), layout, options.log_decay, of_decays)
         grad_q, grad_k, grad_v = (in_rows(x, layout, length) for x in found)
         grad_q = _grad_of_map(grad_q, queries, options.feature_map, options.query_scale)
         grad_k = _grad_of_map(grad_k, keys, options.feature_map, options.key_scale)
@@ -463,10 +484,9 @@ def _grad_chunks(
     of_gate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Decays]:
     """Return the gradients of q, k, v, the first states and the decays (empty if not asked for)."""
-    pairs, entry, exit_ = decays.pairs.detach(), decays.entry.detach(), decays.exit.detach()
-    fixed = Decays(pairs, entry, exit_, decays.total.detach())
-    entering, _ = _states(k, v, fixed, state, layout)
-    leaving, grad_initial = _grad_states(q, grad, fixed, grad_final, layout)
+    pairs, entry, exit_, total = decays.tensors()
+    entering, _ = _states(k, v, decays, state, layout)
+    leaving, grad_initial = _grad_states(q, grad, decays, grad_final, layout)
 
     weights = q @ k.transpose(-1, -2)
     grad_weights = grad @ v.transpose(-1, -2)
@@ -479,13 +499,13 @@ def _grad_chunks(
     grad_v.add_((k @ leaving).mul_(exit_.unsqueeze(-1)))
     through_q = grad @ entering.transpose(-1, -2)
     through_k = v @ leaving.transpose(-1, -2)
-    of_decays = fixed
+    of_decays = decays
     if of_gate:
         of_decays = Decays(
             of_pairs.sum_to_size(pairs.shape),
             (q * through_q).sum(-1).sum_to_size(entry.shape),
             (k * through_k).sum(-1).sum_to_size(exit_.shape),
-            (entering * leaving).sum((-1, -2)).sum_to_size(fixed.total.shape),
+            (entering * leaving).sum((-1, -2)).sum_to_size(total.shape),
         )
     grad_q.add_(through_q.mul_(entry.unsqueeze(-1)))
     grad_k.add_(through_k.mul_(exit_.unsqueeze(-1)))

@@ -38,37 +38,52 @@ class Tiles:
     stages: int
 
 
-def forward_tiles(width: int, narrow: bool) -> Tiles:
-    """The tiles of the forward, for 16-bit operands (``narrow``) or 32-bit ones."""
-    if narrow:
-        if width <= 64:
-            return Tiles(chunk=64, columns=64, slice=64, warps=4, stages=2)
-        if width <= 128:
-            return Tiles(chunk=64, columns=64, slice=128, warps=8, stages=2)
-        return Tiles(chunk=32, columns=32, slice=64, warps=8, stages=1)
+def forward_tiles(width: int, narrow: bool, gated: bool) -> Tiles:
+    """The tiles of the forward.
+
+    Args:
+        width: the largest number of rows or columns of a state.
+        narrow: whether the products take 16-bit operands.
+        gated: whether there is a gate for each token.
+    """
+    if INTERPRETING:
+        return INTERPRETED
+    if narrow and width <= 64:
+        return Tiles(chunk=64, columns=64, slice=64, warps=8 if gated else 4, stages=2)
+    if narrow and width <= 128:
+        if gated:
+            return Tiles(chunk=32, columns=64, slice=64, warps=8, stages=2)
+        return Tiles(chunk=64, columns=64, slice=128, warps=8, stages=2)
     if width <= 64:
-        return Tiles(chunk=32, columns=32, slice=64, warps=4, stages=1)
-    return Tiles(chunk=32, columns=32, slice=64, warps=8, stages=1)
+        return Tiles(chunk=16, columns=32, slice=32 if gated else 64, warps=4, stages=1)
+    return Tiles(chunk=16, columns=32, slice=64, warps=8, stages=1)
 
 
 def parts_tiles(width: int, narrow: bool) -> Tiles:
     """The tiles of the kernels that compute what each part adds to a state."""
+    if INTERPRETING:
+        return INTERPRETED
     if narrow and width <= 128:
         return Tiles(chunk=64, columns=64, slice=width, warps=4, stages=2)
-    return Tiles(chunk=32, columns=32, slice=width, warps=4 if width <= 64 else 8, stages=1)
+    return Tiles(chunk=16, columns=32, slice=width, warps=4 if width <= 64 else 8, stages=1)
 
 
-def backward_tiles(width: int, narrow: bool) -> Tiles:
-    """The tiles of the backward, for states of at most ``width`` rows and columns."""
-    if narrow:
-        if width <= 64:
-            return Tiles(chunk=64, columns=64, slice=64, warps=8, stages=2)
-        if width <= 128:
-            return Tiles(chunk=32, columns=64, slice=128, warps=8, stages=2)
-        return Tiles(chunk=32, columns=32, slice=64, warps=8, stages=1)
-    return Tiles(chunk=32, columns=32, slice=64, warps=4 if width <= 64 else 8, stages=1)
+def backward_tiles(width: int, narrow: bool, gated: bool, stateful: bool) -> Tiles:
+    """The tiles of the backward; ``stateful``: whether states are given or differentiated."""
+    if INTERPRETING:
+        return INTERPRETED
+    if narrow and width <= 64:
+        chunk = 32 if gated or stateful else 64
+        return Tiles(chunk=chunk, columns=64, slice=64, warps=8, stages=2)
+    if narrow and width <= 128:
+        if gated:
+            return Tiles(chunk=16, columns=64, slice=64, warps=8, stages=1)
+        return Tiles(chunk=32, columns=64, slice=128, warps=8, stages=2)
+    return Tiles(chunk=16, columns=32, slice=32 if width <= 64 else 64, warps=8, stages=1)
 
 
+INTERPRETED = Tiles(chunk=32, columns=64, slice=16, warps=4, stages=1)
+"""Triton's interpreter takes a time for each operation, whatever its size."""
 PART = 64
 """The tokens of a part are a multiple of it, and of every chunk."""
 SPLIT_PROGRAMS = 2
@@ -119,7 +134,7 @@ def scan(
         if gate.requires_grad and gate.dim() == 1:
             # Its gradient is a sum over tokens, best in float32.
             gate = gate.float().view(1, -1, 1).expand(q.shape[0], -1, q.shape[2])
-    out, final_state, final_key_sum, *_ = run(
+    out, final_state, final_key_sum, _ = run(
         q, k, v, gate, initial_state, initial_key_sum, cu_seqlens,
         feature_map, query_scale, key_scale, normalize, eps, log_decay, reverse,
     )  # fmt: skip
@@ -154,17 +169,21 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        out, _, key_sum, *kept = output
-        ctx.save_for_backward(*inputs[:7], out, *kept)
+        out, _, key_sum, denominator = output
+        ctx.save_for_backward(*inputs[:7], out, denominator)
         ctx.options = inputs[7:]
-        ctx.mark_non_differentiable(*kept, *(() if inputs[10] else (key_sum,)))
+        unused = (denominator,) if inputs[10] else (key_sum, denominator)
+        ctx.mark_non_differentiable(*unused)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(
-        ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, grad_sum: Tensor | None,
-        *_: Any,
-    ) -> Any:  # fmt: skip
+        ctx: Any,
+        grad_out: Tensor | None,
+        grad_state: Tensor | None,
+        grad_sum: Tensor | None,
+        _: Any,
+    ) -> Any:
         saved = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(saved[7])
@@ -214,8 +233,6 @@ def _plan(
     log_decay: bool,
     reverse: bool,
 ) -> _Plan:
-    from neuralops.ssm.scalar_decay import kernels
-
     batch, heads, length, width = q.shape
     packed = cu_seqlens is not None
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -230,7 +247,7 @@ def _plan(
         for stride in x.stride()[:3]:
             if stride % 16:
                 unit = 1
-    dot, precision = kernels.operands(tuple(x.dtype for x in strided), INTERPRETING)
+    dot, precision = _operands(strided)
     options = {
         "K": width, "V": v.shape[3], "NORMALIZE": normalize, "LOG_DECAY": log_decay,
         "GATED": gate.dim() == 3, "PACKED": packed, "UNIT": unit, "DOT": dot,
@@ -240,6 +257,23 @@ def _plan(
         (sequences, heads, length, part, parts), rows, split,
         all(x.dtype == torch.bfloat16 for x in strided), options,
     )  # fmt: skip
+
+
+def _operands(tensors: Sequence[Tensor]) -> tuple[Any, str]:
+    """The dtype of the products' operands, and how exact products of float32 are.
+
+    float16 is widened, so that states, weights and gradients have the range of float32.
+    """
+    import triton
+    import triton.language as tl
+
+    if INTERPRETING:
+        return tl.float32, "ieee"
+    if all(x.dtype == torch.bfloat16 for x in tensors):
+        return tl.bfloat16, "tf32"
+    if triton.runtime.driver.active.get_current_target().backend == "hip":
+        return tl.float32, "ieee"
+    return tl.float32, "tf32x3" if any(x.dtype == torch.float32 for x in tensors) else "tf32"
 
 
 def _row_multiple(tensors: Sequence[Tensor], heads: int) -> int:
@@ -258,20 +292,40 @@ def _slots(q: Tensor, v: Tensor, packed: bool) -> tuple[int, int]:
     return rows, programs // (rows * blocks)
 
 
-def _carried_size(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
-    """How many states the parts have, and the numbers in all of them."""
-    rows, slots = _slots(q, v, cu_seqlens is not None)
-    if cu_seqlens is not None:
-        slots = slots + cu_seqlens.shape[0]
-    return rows * slots, rows * slots * (q.shape[3] * v.shape[3] + q.shape[3] + 1)
-
-
-def _carried(memory: Tensor, q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Any:
-    """The states, key sums and totals of the parts."""
-    count, _ = _carried_size(q, v, cu_seqlens)
-    first = count * q.shape[3] * v.shape[3]
-    second = first + count * q.shape[3]
+def _carried(plan: _Plan, q: Tensor, v: Tensor) -> Any:
+    """Memory for what the parts add to a state and a key sum, and for what they let through."""
+    count, width = plan.programs, q.shape[3]
+    first = count * width * v.shape[3]
+    second = first + count * width
+    memory = q.new_empty((second + count,), dtype=torch.float32)
     return memory[:first], memory[first:second], memory[second:]
+
+
+def _forward_parts(
+    plan: _Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    cu_seqlens: Tensor | None,
+    feature_map: str,
+    key_scale: float,
+    strides: tuple[int, ...],
+) -> Any:
+    from neuralops.ssm.scalar_decay import kernels
+
+    if not plan.split:
+        return None, None, None
+    states, sums, totals = _carried(plan, q, v)
+    width, columns = _block(q.shape[3]), _block(v.shape[3])
+    tiles = parts_tiles(max(width, columns), plan.narrow)
+    tile_v = min(tiles.columns, columns)
+    kernels.forward_parts_kernel[(plan.programs * -(-v.shape[3] // tile_v),)](
+        k, v, gate, cu_seqlens, states, sums, totals, key_scale, *plan.sizes, *strides,
+        **plan.options, MAP=feature_map, CHUNK=tiles.chunk, BLOCK_K=width,
+        BLOCK_V=tile_v, STAGES=tiles.stages, num_warps=tiles.warps,
+    )  # fmt: skip
+    return states, sums, totals
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -308,21 +362,18 @@ def _launch_forward(
     reverse: bool,
 ) -> tuple[Tensor, ...]:
     if q.numel() == 0 or v.numel() == 0:
-        found = torch_impl.forward(
+        return torch_impl.forward(
             q, k, v, gate, initial_state, initial_key_sum, cu_seqlens,
             feature_map, query_scale, key_scale, normalize, eps, log_decay, reverse,
         )  # fmt: skip
-        return *found, q.new_empty((0,), dtype=torch.float32)
     from neuralops.ssm.scalar_decay import kernels
 
-    out, final_state, final_key_sum, denominator, memory = _fake_forward(
+    out, final_state, final_key_sum, denominator = _fake_forward(
         q, k, v, gate, initial_state, initial_key_sum, cu_seqlens,
         feature_map, query_scale, key_scale, normalize, eps, log_decay, reverse,
     )  # fmt: skip
     q, k, v = _rows(q), _rows(k), _rows(v)
-    plan = _plan(
-        q, v, gate, cu_seqlens, (q, k, v), feature_map, normalize, log_decay, reverse
-    )
+    plan = _plan(q, v, gate, cu_seqlens, (q, k, v), feature_map, normalize, log_decay, reverse)
     if initial_state is not None:
         initial_state = initial_state.contiguous()
     if initial_key_sum is not None:
@@ -330,6 +381,7 @@ def _launch_forward(
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
         out.zero_()
+        denominator.zero_()
         _start(final_state, initial_state)
         if normalize:
             _start(final_key_sum, initial_key_sum)
@@ -337,19 +389,10 @@ def _launch_forward(
     unit = plan.options["UNIT"]
     k_v_strides = (*_strides(k, unit), *_strides(v, unit), *gate_strides)
     width, columns = _block(q.shape[3]), _block(v.shape[3])
-    states = sums = totals = None
-    if plan.split:
-        states, sums, totals = _carried(memory, q, v, cu_seqlens)
-        tiles = parts_tiles(width, plan.narrow)
-        tile_v = min(tiles.columns, columns)
-        blocks = -(-v.shape[3] // tile_v)
-        kernels.forward_parts_kernel[(plan.programs * blocks,)](
-            k, v, gate, cu_seqlens, states, sums, totals,
-            key_scale, *plan.sizes, *k_v_strides,
-            **plan.options, MAP=feature_map, CHUNK=tiles.chunk, BLOCK_K=width,
-            BLOCK_V=tile_v, STAGES=tiles.stages, num_warps=tiles.warps,
-        )  # fmt: skip
-    tiles = forward_tiles(width, plan.narrow)
+    states, sums, totals = _forward_parts(
+        plan, q, k, v, gate, cu_seqlens, feature_map, key_scale, k_v_strides
+    )
+    tiles = forward_tiles(max(width, columns), plan.narrow, gate.dim() == 3)
     tile_v = min(tiles.columns, columns)
     blocks = -(-v.shape[3] // tile_v)
     kernels.forward_kernel[(plan.programs * blocks,)](
@@ -358,10 +401,10 @@ def _launch_forward(
         query_scale, key_scale, eps, *plan.sizes, *_strides(q, unit), *k_v_strides,
         **plan.options, MAP=feature_map, SPLIT=plan.split,
         HAS_STATE=initial_state is not None, HAS_KEY_SUM=normalize and initial_key_sum is not None,
-        CHUNK=tiles.chunk, SLICE=min(width, tiles.slice), SLICES=-(-width // tiles.slice), BLOCK_V=tile_v,
-        STAGES=tiles.stages, num_warps=tiles.warps,
+        CHUNK=tiles.chunk, SLICE=min(width, tiles.slice), SLICES=-(-width // tiles.slice),
+        BLOCK_V=tile_v, STAGES=tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip
-    return out, final_state, final_key_sum, denominator, memory
+    return out, final_state, final_key_sum, denominator
 
 
 def _strides(x: Tensor, unit: int) -> tuple[int, int, int]:
@@ -390,7 +433,6 @@ def _launch_backward(
     cu_seqlens: Tensor | None,
     out: Tensor,
     denominator: Tensor,
-    memory: Tensor,
     of_gate: bool,
     feature_map: str,
     query_scale: float,
@@ -402,7 +444,7 @@ def _launch_backward(
 ) -> tuple[Tensor, ...]:
     found = _fake_backward(
         grad_out, grad_state, grad_key_sum, q, k, v, gate, initial_state, initial_key_sum,
-        cu_seqlens, out, denominator, memory, of_gate,
+        cu_seqlens, out, denominator, of_gate,
         feature_map, query_scale, key_scale, normalize, eps, log_decay, reverse,
     )  # fmt: skip
     if q.numel() == 0 or v.numel() == 0:
@@ -415,7 +457,7 @@ def _launch_backward(
     plan = _plan(
         q, v, gate, cu_seqlens, (q, k, v, grad), feature_map, normalize, log_decay, reverse
     )
-    sequences, heads, length, part, parts = plan.sizes
+    _, heads, length, _, parts = plan.sizes
     row_g = _row_multiple((grad,), heads)
     contiguous = (
         x if x is None else x.contiguous()
@@ -442,19 +484,20 @@ def _launch_backward(
     inverse = grad_denominator = None
     if normalize:
         inverse, grad_denominator = denominator.new_empty((2, *denominator.shape)).unbind(0)
-        block = max(1, 4096 // columns)
+        block = max(1, 2048 // columns)
         kernels.denominator_kernel[(-(-count // block),)](
             grad, out, denominator, inverse, grad_denominator,
             eps, heads, length, count, *g_strides,
             V=v.shape[3], BLOCK_V=columns, ROWS=block, UNIT=unit, num_warps=4,
         )  # fmt: skip
-    states = sums = totals = grad_states = grad_sums = grad_totals = None
+    k_v_strides = (*_strides(k, unit), *_strides(v, unit), *gate_strides)
+    states, sums, totals = _forward_parts(
+        plan, q, k, v, gate, cu_seqlens, feature_map, key_scale, k_v_strides
+    )
+    grad_states = grad_sums = grad_totals = None
     if plan.split:
-        states, sums, totals = _carried(memory, q, v, cu_seqlens)
-        grad_states, grad_sums, grad_totals = _carried(
-            torch.empty_like(memory), q, v, cu_seqlens
-        )
-        tiles = parts_tiles(width, plan.narrow)
+        grad_states, grad_sums, grad_totals = _carried(plan, q, v)
+        tiles = parts_tiles(max(width, columns), plan.narrow)
         tile_v = min(tiles.columns, columns)
         blocks = -(-v.shape[3] // tile_v)
         kernels.backward_parts_kernel[(plan.programs * blocks,)](
@@ -465,7 +508,9 @@ def _launch_backward(
             BLOCK_V=tile_v, STAGES=tiles.stages, num_warps=tiles.warps,
         )  # fmt: skip
 
-    tiles = backward_tiles(max(width, columns), plan.narrow)
+    states_given = (initial_state, initial_key_sum, grad_state, grad_key_sum)
+    stateful = any(x is not None for x in states_given)
+    tiles = backward_tiles(max(width, columns), plan.narrow, gate.dim() == 3, stateful)
     tile_k, tile_v = min(tiles.columns, width), min(tiles.columns, columns)
     k_blocks, v_blocks = -(-q.shape[3] // tile_k), -(-v.shape[3] // tile_v)
     grad_gates = chunk_states = chunk_key_sums = None
@@ -485,14 +530,15 @@ def _launch_backward(
             states, sums, totals, grad_states, grad_sums, grad_totals,
             inverse, grad_denominator, grad_q, grad_k, grad_v, grad_gates,
             grad_initial_state, grad_initial_key_sum, chunk_states, chunk_key_sums,
-            query_scale, key_scale, *plan.sizes, count, 
+            query_scale, key_scale, *plan.sizes, count,
             *q_strides, *_strides(k, unit), *_strides(v, unit), *g_strides, *gate_strides,
             **plan.options, MAP=feature_map, SPLIT=plan.split, OF_GATE=of_gate,
             OF_Q=int(of_q), OF_KV=int(of_kv), ROW_G=row_g,
             HAS_STATE=initial_state is not None, HAS_KEY_SUM=initial_key_sum is not None,
             HAS_GRAD_STATE=grad_state is not None, HAS_GRAD_KEY_SUM=grad_key_sum is not None,
-            CHUNK=tiles.chunk, SLICE=min(width, tiles.slice), SLICES=-(-width // tiles.slice), BLOCK_V=columns,
-            TILE_K=tile_k, TILE_V=tile_v, STAGES=tiles.stages, num_warps=tiles.warps,
+            CHUNK=tiles.chunk, SLICE=min(width, tiles.slice), SLICES=-(-width // tiles.slice),
+            BLOCK_V=columns, TILE_K=tile_k, TILE_V=tile_v, STAGES=tiles.stages,
+            num_warps=tiles.warps,
         )  # fmt: skip
     if of_gate:
         kernels.gate_kernel[(-(-count // 1024),)](
@@ -544,7 +590,6 @@ def _fake_forward(
         q.new_empty((sequences, heads, width, v.shape[3]), dtype=kind),
         q.new_empty((sequences, heads, width) if normalize else (0,), dtype=kind),
         q.new_empty((batch, heads, length) if normalize else (0,), dtype=kind),
-        q.new_empty((_carried_size(q, v, cu_seqlens)[1],), dtype=kind),
     )
 
 
@@ -561,7 +606,6 @@ def _fake_backward(
     cu_seqlens: Tensor | None,
     out: Tensor,
     denominator: Tensor,
-    memory: Tensor,
     of_gate: bool,
     feature_map: str,
     query_scale: float,
@@ -585,7 +629,7 @@ def _fake_backward(
 
 _forward_op = LIBRARY.register(
     f"scalar_decay_fwd({torch_impl.INPUTS}, {torch_impl.OPTIONS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     _launch_forward,
     _fake_forward,
 )
@@ -593,7 +637,7 @@ _backward = backward_function(
     "a scan with a scalar decay",
     LIBRARY.register(
         "scalar_decay_bwd(Tensor grad_out, Tensor? grad_state, Tensor? grad_key_sum, "
-        f"{torch_impl.INPUTS}, Tensor out, Tensor denominator, Tensor memory, bool of_gate, "
+        f"{torch_impl.INPUTS}, Tensor out, Tensor denominator, bool of_gate, "
         f"{torch_impl.OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         _launch_backward,
         _fake_backward,
