@@ -193,7 +193,7 @@ class GDNMixer(Mixer):
 class GLAMixer(Mixer):
     """Gated linear attention between a short convolution and an output gate.
 
-    A gate is the sixteenth root of a sigmoid, so that it starts near 1.
+    As in HGRN2 a key is scaled by 1 minus its gate, so that a channel which keeps much takes little.
 
     Source: Yang et al., *Gated Linear Attention Transformers with Hardware-Efficient Training*,
     [arXiv 2312.06635](https://arxiv.org/abs/2312.06635).
@@ -245,7 +245,8 @@ class GLAMixer(Mixer):
         """Return queries, keys, values, the gates' logarithms ``(..., H, D)``, the output gate."""
         sizes = [self.keys, self.keys, self.keys, self.values, self.values]
         q, k, logs, v, gate = self.enter(x).split(sizes, -1)
-        logs = functional.logsigmoid(logs + self.gate_bias) / 16
+        logs = functional.logsigmoid(logs + self.gate_bias)
+        k = k * (1 - logs.exp())
         q, k, v, logs = (y.unflatten(-1, (self.HEADS, -1)) for y in (q, k, v, logs))
         return q, k, v, logs, gate
 
