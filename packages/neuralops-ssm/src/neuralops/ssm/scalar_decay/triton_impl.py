@@ -65,7 +65,9 @@ def parts_tiles(width: int, narrow: bool) -> Tiles:
         return INTERPRETED
     if narrow and width <= 128:
         return Tiles(chunk=64, columns=64, slice=width, warps=4, stages=2)
-    return Tiles(chunk=16, columns=32, slice=width, warps=4 if width <= 64 else 8, stages=1)
+    if narrow:
+        return Tiles(chunk=64, columns=64, slice=width, warps=8, stages=1)
+    return Tiles(chunk=32, columns=32, slice=width, warps=4 if width <= 64 else 8, stages=1)
 
 
 def backward_tiles(width: int, narrow: bool, gated: bool, stateful: bool) -> Tiles:
@@ -206,7 +208,9 @@ class _Plan:
         sizes: the sequences, the heads, the length, the tokens of a part and the number of parts.
         rows: how many sequences and heads walk side by side.
         split: whether a sequence may have several parts.
-        narrow: whether the products take 16-bit operands.
+        narrow: whether the products take 16-bit operands, and tiles of at least 64 by 64.
+        small: whether they take 16-bit operands in smaller tiles: two warps keep these from the
+            warpgroups' matrix unit, which read past narrow tiles of 16-bit operands on an H200.
         options: the kernels' compile-time options.
     """
 
@@ -214,7 +218,12 @@ class _Plan:
     rows: int
     split: bool
     narrow: bool
+    small: bool
     options: dict[str, Any]
+
+    def warps(self, tiles: Tiles) -> int:
+        """The warps of a program."""
+        return 2 if self.small else tiles.warps
 
     @property
     def programs(self) -> int:
@@ -248,6 +257,8 @@ def _plan(
             if stride % 16:
                 unit = 1
     dot, precision = _operands(strided)
+    bf16 = all(x.dtype == torch.bfloat16 for x in strided)
+    wide = min(_block(width), _block(v.shape[3])) >= 64
     options = {
         "K": width, "V": v.shape[3], "NORMALIZE": normalize, "LOG_DECAY": log_decay,
         "GATED": gate.dim() == 3, "PACKED": packed, "UNIT": unit, "DOT": dot,
@@ -255,7 +266,7 @@ def _plan(
     }  # fmt: skip
     return _Plan(
         (sequences, heads, length, part, parts), rows, split,
-        all(x.dtype == torch.bfloat16 for x in strided), options,
+        bf16 and wide, bf16 and not wide, options,
     )  # fmt: skip
 
 
@@ -323,7 +334,7 @@ def _forward_parts(
     kernels.forward_parts_kernel[(plan.programs * -(-v.shape[3] // tile_v),)](
         k, v, gate, cu_seqlens, states, sums, totals, key_scale, *plan.sizes, *strides,
         **plan.options, MAP=feature_map, CHUNK=tiles.chunk, BLOCK_K=width,
-        BLOCK_V=tile_v, STAGES=tiles.stages, num_warps=tiles.warps,
+        BLOCK_V=tile_v, STAGES=tiles.stages, num_warps=plan.warps(tiles),
     )  # fmt: skip
     return states, sums, totals
 
@@ -402,7 +413,7 @@ def _launch_forward(
         **plan.options, MAP=feature_map, SPLIT=plan.split,
         HAS_STATE=initial_state is not None, HAS_KEY_SUM=normalize and initial_key_sum is not None,
         CHUNK=tiles.chunk, SLICE=min(width, tiles.slice), SLICES=-(-width // tiles.slice),
-        BLOCK_V=tile_v, STAGES=tiles.stages, num_warps=tiles.warps,
+        BLOCK_V=tile_v, STAGES=tiles.stages, num_warps=plan.warps(tiles),
     )  # fmt: skip
     return out, final_state, final_key_sum, denominator
 
@@ -505,7 +516,7 @@ def _launch_backward(
             grad_states, grad_sums, grad_totals,
             query_scale, *plan.sizes, *q_strides, *g_strides, *gate_strides,
             **plan.options, MAP=feature_map, ROW_G=row_g, CHUNK=tiles.chunk, BLOCK_K=width,
-            BLOCK_V=tile_v, STAGES=tiles.stages, num_warps=tiles.warps,
+            BLOCK_V=tile_v, STAGES=tiles.stages, num_warps=plan.warps(tiles),
         )  # fmt: skip
 
     states_given = (initial_state, initial_key_sum, grad_state, grad_key_sum)
@@ -538,7 +549,7 @@ def _launch_backward(
             HAS_GRAD_STATE=grad_state is not None, HAS_GRAD_KEY_SUM=grad_key_sum is not None,
             CHUNK=tiles.chunk, SLICE=min(width, tiles.slice), SLICES=-(-width // tiles.slice),
             BLOCK_V=columns, TILE_K=tile_k, TILE_V=tile_v, STAGES=tiles.stages,
-            num_warps=tiles.warps,
+            num_warps=plan.warps(tiles),
         )  # fmt: skip
     if of_gate:
         kernels.gate_kernel[(-(-count // 1024),)](
