@@ -178,7 +178,11 @@ def test_no_position_sees_what_follows(mixer):
     changed[:, 20:] = 7
     whole, _ = model(bytes_, model.initial_state(1))
     other, _ = model(changed, model.initial_state(1))
-    assert torch.equal(whole[:, :20], other[:, :20])
+    if mixer == "gla":
+        # Which products of matrices it takes depends on all gates of a call; only rounding does.
+        torch.testing.assert_close(whole[:, :20], other[:, :20], rtol=1e-5, atol=1e-6)
+    else:
+        assert torch.equal(whole[:, :20], other[:, :20])
     assert not torch.equal(whole[:, 20:], other[:, 20:])
 
 

@@ -193,7 +193,7 @@ class GDNMixer(Mixer):
 class GLAMixer(Mixer):
     """Gated linear attention between a short convolution and an output gate.
 
-    As in HGRN2 a key is scaled by 1 minus its gate, so that a channel which keeps much takes little.
+    As in HGRN2 a key is scaled by 1 minus its gate: a channel that keeps much takes little.
 
     Source: Yang et al., *Gated Linear Attention Transformers with Hardware-Efficient Training*,
     [arXiv 2312.06635](https://arxiv.org/abs/2312.06635).
