@@ -53,6 +53,16 @@ def test_a_kernel_that_spills_fails(toy, target: str, block: int, options: dict[
 
 
 @needs_triton
+def test_spills_of_provisional_kernels_are_told(toy) -> None:
+    toy.edit("triton_impl", "BLOCK = 128", "BLOCK = 8192")
+    toy.edit("triton_impl", "OPTIONS: dict[str, int] = {}", 'OPTIONS = {"maxnreg": 32}')
+    toy.edit("op", "_triton_reasons),", '_triton_reasons, provisional="new"),')
+    result = toy.run("compile_gate", "--operator", "toy_gate", "--target", "sm_90")
+    assert result.code == 0, result.output
+    assert "provisional: toy_gate, backward_kernel, sm_90" in result.output
+
+
+@needs_triton
 def test_too_much_shared_memory_fails(toy) -> None:
     toy.edit(
         "kernels",

@@ -56,6 +56,19 @@ def operator(request):
 SHORT, LONG = torch.zeros(8), torch.zeros(9)
 
 
+def test_a_provisional_backend_runs_only_when_asked_for():
+    core_logging.forget_logged()
+    kernels = Implementation("triton", lambda x: "triton", too_long, provisional="not yet tried")
+    torch_form = Implementation("torch", lambda x: "torch")
+    operator = Operator("toy", "toy", "toy:toy", (kernels, torch_form))
+    assert dispatch(operator, None, SHORT) == "torch"
+    assert dispatch(operator, "triton", SHORT) == "triton"
+    with pytest.raises(BackendUnavailableError, match="length 9"):
+        dispatch(operator, "triton", LONG)
+    assert kernels.reasons(SHORT) == ("not yet tried",)
+    assert kernels.reasons(LONG) == too_long(LONG)
+
+
 def test_the_first_suitable_backend_runs(operator):
     assert dispatch(operator, None, SHORT)[0] == "triton"
     assert dispatch(operator, None, LONG)[0] == "torch"

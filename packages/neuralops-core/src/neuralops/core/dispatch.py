@@ -110,7 +110,7 @@ def dispatch(operator: Operator, backend: str | None, *arguments: Any) -> Any:
     for implementation in operator.implementations:
         if not implementation.automatic:
             continue
-        reasons = implementation.suitability(*arguments)
+        reasons = implementation.reasons(*arguments)
         if reasons:
             against.extend(f"{implementation.backend}: {reason}" for reason in reasons)
             continue
@@ -180,7 +180,10 @@ class _ExplainedError(Exception):
 def _explanation(
     operator: Operator, requested: str | None, arguments: tuple[Any, ...]
 ) -> Explanation:
-    reasons = {i.backend: tuple(i.suitability(*arguments)) for i in operator.implementations}
+    reasons = {
+        i.backend: tuple((i.suitability if requested else i.reasons)(*arguments))
+        for i in operator.implementations
+    }
     candidates = (
         [requested] if requested else [i.backend for i in operator.implementations if i.automatic]
     )

@@ -34,16 +34,25 @@ class Implementation:
         suitability: takes those arguments and returns *every* reason, as sentences, why this
             implementation cannot serve them; nothing where it can.
         automatic: whether it may be chosen when no backend is asked for.
+        provisional: a sentence why it is chosen only when it is asked for although it could serve,
+            such as kernels that no GPU has run yet. It is given as a reason against it, and the
+            compile gate tells its spills without failing.
     """
 
     backend: str
     run: Callable[..., Any]
     suitability: Callable[..., Sequence[str]] = no_reasons
     automatic: bool = True
+    provisional: str | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {BACKENDS}, got {self.backend!r}")
+
+    def reasons(self, *arguments: Any) -> Sequence[str]:
+        """Return every reason why it is not chosen automatically for these arguments."""
+        reasons = self.suitability(*arguments)
+        return reasons if reasons or self.provisional is None else (self.provisional,)
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -9,6 +9,7 @@ import torch
 
 from neuralops.core.operator import Arguments, Implementation, Operator, Sample, Workload
 from neuralops.ssm.fms import reference
+from neuralops.ssm.library import UNPROVEN_KERNELS
 from neuralops.ssm.scalar_decay import torch_impl, triton_impl
 
 Tensor = torch.Tensor
@@ -117,7 +118,9 @@ OPERATOR = Operator(
     family="ssm",
     function="neuralops.ssm.fms.api:fms_scan",
     implementations=(
-        Implementation("triton", triton_impl.scan, triton_impl.reasons),
+        Implementation(
+            "triton", triton_impl.scan, triton_impl.reasons, provisional=UNPROVEN_KERNELS
+        ),
         Implementation("torch", torch_impl.scan),
         Implementation("reference", reference.scan, automatic=False),
     ),

@@ -11,6 +11,7 @@ from torch.nn import functional
 from neuralops.core.operator import Arguments, Implementation, Operator, Sample, Workload
 from neuralops.core.suitability import triton_reasons
 from neuralops.ssm.gdn import reference, torch_impl, triton_impl
+from neuralops.ssm.library import UNPROVEN_KERNELS
 
 Tensor = torch.Tensor
 Make = Callable[[torch.device, torch.dtype, torch.Generator], Arguments]
@@ -179,7 +180,7 @@ def _workloads(nlms: bool) -> tuple[Workload, ...]:
 
 
 _IMPLEMENTATIONS = (
-    Implementation("triton", triton_impl.scan, _triton_reasons),
+    Implementation("triton", triton_impl.scan, _triton_reasons, provisional=UNPROVEN_KERNELS),
     Implementation("torch", torch_impl.scan),
     Implementation("reference", reference.scan, automatic=False),
 )

@@ -9,6 +9,7 @@ import torch
 
 from neuralops.core.operator import Arguments, Implementation, Operator, Sample, Workload
 from neuralops.ssm.gla import reference, torch_impl, triton_impl
+from neuralops.ssm.library import UNPROVEN_KERNELS
 
 Tensor = torch.Tensor
 
@@ -125,7 +126,9 @@ OPERATOR = Operator(
     family="ssm",
     function="neuralops.ssm.gla.api:gla_scan",
     implementations=(
-        Implementation("triton", triton_impl.scan, triton_impl.reasons),
+        Implementation(
+            "triton", triton_impl.scan, triton_impl.reasons, provisional=UNPROVEN_KERNELS
+        ),
         Implementation("torch", torch_impl.scan),
         Implementation("reference", reference.scan, automatic=False),
     ),

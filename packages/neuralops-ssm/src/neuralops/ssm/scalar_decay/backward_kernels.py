@@ -345,9 +345,7 @@ def _walk_k(
             tl.store(p_gate_out + t * row_st, b_log, mask=m_t)
         if not GATED:
             b_pairs = constant_triangle(log, count, query_scale * key_scale, CHUNK, True)
-        b_d = tl.dot(
-            (b_p * b_pairs).to(DOT), b_q, b_d * b_exit[:, None], input_precision=PRECISION
-        )
+        b_d = tl.dot((b_p * b_pairs).to(DOT), b_q, b_d * b_exit[:, None], input_precision=PRECISION)
         if MAP != "identity":
             b_d = b_d * slope(b_k, MAP)
         store_rows(p_out, b_d, chunk, m_t, row_st * K, o_k, K)

@@ -303,9 +303,7 @@ def forward_parts_kernel(
 
 
 @triton.jit
-def part_total(
-    totals, log, i_parts, i, part, shift, low, high, GATED: tl.constexpr
-):
+def part_total(totals, log, i_parts, i, part, shift, low, high, GATED: tl.constexpr):
     """What the part ``i`` of a sequence lets through."""
     if GATED:
         return tl.load(totals + i_parts + i)
