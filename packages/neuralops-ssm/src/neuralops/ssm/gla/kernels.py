@@ -13,7 +13,7 @@ Between two halves of a block of 2h tokens the decay splits at the middle: the g
 times the gates after the key. A chunk takes one product of matrices for each h = base, 2 base, ...,
 and one for the blocks of ``base`` tokens, relative to their middle token. ``base`` is the largest
 block whose gates are near enough to 1, and may be 1. Loops over these products are not pipelined:
-when they were, products on the matrix units were seen to read ones that had not arrived.
+when they were, a GPU gave wrong weights, as if products read ones that had not arrived.
 
 A walk carries a matrix ``(Dk, Dv)`` from chunk to chunk: forwards the state, backwards its
 gradient. Strides come divided by UNIT, so that the compiler knows what divides them without a
