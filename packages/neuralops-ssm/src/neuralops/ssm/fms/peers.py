@@ -24,11 +24,10 @@ def fla(
     `fms_scan` with its defaults. Its layout is ``(B, L, H, D)``.
 
     Raises:
-        ImportError: fla-core is not installed.
-        ValueError: the tensors are on a CPU, where it has no kernel.
+        ImportError: fla-core is not installed, or the tensors are on a CPU, where it has no kernel.
     """
     if not q.is_cuda:
-        raise ValueError("fla's kernels run on CUDA devices")
+        raise ImportError("fla has no chunk_simple_gla for a CPU")
     from fla.ops.simple_gla import chunk_simple_gla
 
     logs = torch.full((q.shape[1],), math.log(decay), device=q.device)
